@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from ...llm import LLM
     from ...text.generate import GenerationStats, GenerationStream
 
-OFF_HINT = (
-    "other programs may use the cores, and pykernels profile step tells what a step waits for"
-)
+OFF_HINT = "other programs may use the cores; pykernels profile step tells what a step waits for"
 """Where a model is not as fast as predicted."""
 
 
