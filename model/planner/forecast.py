@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pykernels import target
 from pykernels.errors import PykernelsError
-from pykernels.target import detect
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.step import simulate
@@ -43,8 +43,10 @@ class Forecast:
     def line(self) -> str:
         """The speed of one sequence, in a line."""
         context = min(512, self.plan.max_model_len)
-        roof = f"{self.machine.cpu.read_gbps:.0f} GB/s of read roof"
-        return f"predicted are {self.tok_s(1, context):.1f} tok/s, of {roof} and its CPU's class"
+        return (
+            f"decode is predicted at {self.tok_s(1, context):.1f} tok/s at a context of {context},"
+            f" by {self.machine.cpu.read_gbps:.0f} GB/s of read roof and rates of this class of CPU"
+        )
 
 
 def forecast_of(model: Lowerable, plan: ExecutionPlan, pool: WorkerPool) -> Forecast | None:
@@ -63,7 +65,7 @@ def forecast_of(model: Lowerable, plan: ExecutionPlan, pool: WorkerPool) -> Fore
         return None
     program = compile(model, plan, Phase.DECODE).program
     if CPU in (placement.device, placement.experts) and (
-        weight_bytes(program, device=CPU) <= detect().l3
+        weight_bytes(program, device=CPU) <= target.detect().l3
     ):
         return None
     try:

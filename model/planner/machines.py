@@ -14,7 +14,7 @@ from runtime.devices.gpus import free_bytes, gpus_of, usable_gpus
 from runtime.devices.sim.classes import cpu_of, gpu_of
 from runtime.devices.sim.machine import Machine
 from runtime.machine.topology import Topology
-from runtime.profiling.roofline import kept_read_roof
+from runtime.profiling import roofline
 from runtime.workers.pool import WorkerPool, make_pool
 
 from .machine_file import read_machine
@@ -69,7 +69,7 @@ def this_machine(threads: int | None = None, pool: WorkerPool | None = None) -> 
         kinds[0] if kinds else "generic",
         threads,
         topology.memory_total / 2**30,
-        _read_roof(threads) if pool is None else kept_read_roof(threads, lambda: pool),
+        _read_roof(threads) if pool is None else roofline.kept_read_roof(threads, lambda: pool),
     )
     cpu = replace(cpu, sockets=len(topology.nodes) or 1)
     gpu = None
@@ -88,7 +88,7 @@ def _read_roof(threads: int) -> float:
         return pools[0]
 
     try:
-        return kept_read_roof(threads, pool)
+        return roofline.kept_read_roof(threads, pool)
     finally:
         for made in pools:
             made.close()

@@ -52,7 +52,7 @@ def test_generate_says_once_that_a_model_is_not_as_fast(monkeypatch: pytest.Monk
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("are predicted (one sequence") == 1
-    assert "predicted are 0." in result.stderr
+    assert "decode is predicted at 0." in result.stderr
 
 
 def test_a_speed_is_measured_over_all_sequences() -> None:
