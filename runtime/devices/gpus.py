@@ -80,6 +80,10 @@ def usable_gpus() -> list[str]:
     """The names of the GPUs here that run kernels of ours: "cuda:0" ..."""
     if not torch.cuda.is_available():
         return []
+    try:
+        torch.cuda.init()
+    except RuntimeError:  # in a forked process whose parent uses the GPU, for one
+        return []
     count = torch.cuda.device_count()
     return [f"cuda:{i}" for i in range(count) if not supports(torch.device("cuda", i))]
 
