@@ -1,8 +1,9 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`; `prefill`, prompts with experts in main memory, in `bench.prefill.cli`; `cache`,
-a GPU's cache of experts, in `bench.cache.cli`; `restart`, a conversation that outlives the process,
+`bench.load.cli`; `prefill`, prompts with experts in main memory, in `bench.prefill.cli`;
+`contexts`, decode at growing contexts, in `bench.contexts.cli`; `cache`, a GPU's cache of experts,
+in `bench.cache.cli`; `restart`, a conversation that outlives the process,
 in `bench.restart.cli`; `serve`, a server under load, in
 `bench.serving.cli`; `dslp`, `disagg` and `tensor`, several GPUs, in `bench.several_gpus`.
 
@@ -28,6 +29,7 @@ from runtime.planning.config import ExecutionConfig
 
 from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
+from .contexts.cli import contexts
 from .e2e.cli import e2e
 from .e2e.command import OneOrSeveral
 from .harness.keeping.provenance import provenance
@@ -50,6 +52,7 @@ app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
+app.command(cls=ListsFormats)(contexts)
 app.command(cls=ListsFormats)(restart)
 app.command(cls=ListsFormats)(dslp)
 app.command(cls=ListsFormats)(disagg)

@@ -26,8 +26,9 @@ from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
-from runtime.kv_tiers.directory import prepared
-from runtime.kv_tiers.mooncake import check_store
+from runtime.kv_tiers.blocks.directory import prepared
+from runtime.kv_tiers.blocks.master import check_store
+from runtime.kv_tiers.transfer.endpoint import check_transfer
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.defer import cannot_join
@@ -57,6 +58,7 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
+from .planner.machines import this_machine
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
@@ -112,7 +114,7 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
-                plan = make_plan(execution, decoder, longest, sizes, placement, own)
+                plan = make_plan(execution, decoder, longest, sizes, placement, own, this_machine)
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -138,17 +140,36 @@ def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequ
     if engine.kv_ram_gib and execution.device == CPU:
         hint = "Give kv_tokens for a larger cache"
         raise SettingError("kv_ram_gib", engine.kv_ram_gib, hint, "without a GPU")
-    if engine.kv_disk is None and engine.kv_store is None:
+    check_shared(engine)
+    if engine.kv_disk is None and engine.kv_store is None and not engine.transfer_host:
         return 0
     if passes:
         raise PykernelsError(
-            "kv_disk or kv_store with passes of one's own: they may change keys and values, and no"
-            " name of a block says how",
+            "kv_disk, kv_store or kv_transfer with passes of one's own: they may change keys and"
+            " values, and no name of a block says how",
             "Leave out one of them",
         )
     if engine.kv_store is not None:
         check_store(engine.kv_store)
+    if engine.transfer_host:
+        check_transfer(engine.transfer_host)
     return 0 if engine.kv_disk is None else prepared(engine.kv_disk, _bytes(engine.kv_disk_gib))
+
+
+def check_shared(engine: EngineConfig) -> None:
+    """Raises SettingError where other engines are to read memory, and it is not known how."""
+    if engine.transfer_host and not engine.kv_shared:
+        hint = "Give --role prefill or decode, or kv_shared"
+        raise SettingError("kv_transfer", engine.kv_transfer, hint, "of a server that is no node")
+    if engine.transfer_host and engine.kv_store is not None:
+        hint = "Leave out one of them"
+        raise SettingError("kv_transfer", engine.kv_transfer, hint, "beside kv_store")
+    if engine.kv_transfer_gib == 0:
+        hint = "Give more, or off as kv_transfer"
+        raise SettingError("kv_transfer_gib", engine.kv_transfer_gib, hint, "for other nodes")
+    if engine.kv_transfer_gib is not None and not engine.transfer_host:
+        hint = "Leave it out, or give an address as kv_transfer"
+        raise SettingError("kv_transfer_gib", engine.kv_transfer_gib, hint, "without kv_transfer")
 
 
 def _bytes(gib: float | None) -> int | None:
@@ -160,12 +181,13 @@ def _behind(
 ) -> KvBehind | None:
     """The levels behind the KV cache of the model in ``folder``; None: there are none."""
     ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
-    if root is None and not ram and not store:
+    host = engine.transfer_host
+    if root is None and not ram and not store and not host:
         return None
-    known = identity(config, weights.files) if root is not None or store else b""
-    lent = _bytes(engine.kv_store_gib) or 0
+    known = identity(config, weights.files) if root is not None or store or host else b""
+    lent = _bytes(engine.kv_store_gib + engine.transfer_gib) or 0
     name = "embedded" if folder.resolve() == PATH else folder.resolve().name
-    return KvBehind(ram, root, limit, name, known, store, lent, engine.kv_shared)
+    return KvBehind(ram, root, limit, name, known, store, lent, engine.kv_shared, host)
 
 
 def chosen_for(
@@ -184,7 +206,6 @@ def chosen_for(
     if execution.device != CHOSEN and (not execution.on_gpu or any(weights.placed)):
         return execution, ""
     from .planner.choose import chosen_by_plan, is_open
-    from .planner.machines import this_machine
     from .planner.settings import Case, Wanted
     from .planner.subject import Subject
 
@@ -278,7 +299,7 @@ def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> E
     if weights.decoder.norms_experts:
         if execution.deferred:
             raise cannot_join(model_type)
-        execution = replace(execution, defer=0)  # whatever a GPU would measure
+        execution = replace(execution, defer=0)  # whatever would pay
     may_leave = execution.on_gpu or execution.device == CHOSEN
     if may_leave and execution.experts == "auto" and stay_on_cpu(model):
         execution = replace(execution, experts="cpu")
@@ -333,7 +354,8 @@ def _fitted(
         row = sum(specs[layer].token_bytes for layer in placement.kv_in_main)
         memory.check_cache(row, pages, len(placement.kv_in_main), needed)
         needed += row * pages * PAGE
-    memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
+    behind = engine.kv_ram_gib + engine.kv_store_gib + engine.transfer_gib
+    memory.check_behind(_bytes(behind) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 
 

@@ -7,6 +7,7 @@ of a layer hold the same numbers, each in memory of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -146,11 +147,21 @@ def fitting(fmt: str, K: int) -> str:
     return "bf16"
 
 
+@lru_cache(maxsize=64)
+def _rows(fmt: str, K: int, seed: int) -> Weight:
+    """The rows of a matrix; layers have the same ones, and to quantize them takes longest."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(_ROWS, K, generator=generator, dtype=torch.float32, device="cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so few numbers take longer by many, beside the workers
+    try:
+        return get_format(fmt).quantize(rows / K**0.5)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _matrix(fmt: str, N: int, K: int) -> Weight:
-    generator = torch.Generator().manual_seed(N + K)
-    base = get_format(fmt).quantize(
-        torch.randn(_ROWS, K, generator=generator, dtype=torch.float32, device="cpu") / K**0.5
-    )
+    base = _rows(fmt, K, N + K)
 
     def repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
         times = -(-rows // tensor.shape[0])

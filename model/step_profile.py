@@ -31,6 +31,7 @@ from .hub import name_of
 from .load import load_engine
 from .named import make_config
 from .pinning.place import placement_of
+from .planner.machines import this_machine
 from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8
@@ -137,7 +138,7 @@ def _random(
         sizes = largest_step(positions, pages, budget, batch)
         placement = placement_of(execution, decoder, sizes)
         passes = [checked(each) for each in subject.passes]
-        plan = make_plan(execution, decoder, positions, sizes, placement, passes)
+        plan = make_plan(execution, decoder, positions, sizes, placement, passes, this_machine)
         runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
         timer = EngineTimer(runner.finished(), overlap=False)

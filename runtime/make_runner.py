@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .devices.cpu.runner import CpuRunner
 from .devices.ref.runner import RefRunner
+from .devices.sim.deferral import deferral_load, with_deferral
+from .devices.sim.machine import Machine
 from .engine.scheduling.config import STEP_TOKENS
 from .passes.on_ref import REF
 from .passes.stream_weights import StreamRing
@@ -27,6 +29,7 @@ def make_plan(
     sizes: StepSizes,
     placement: Placement | None = None,
     passes: Sequence[Pass] = (),
+    rates: Callable[[], Machine] | None = None,
 ) -> ExecutionPlan:
     """How a model runs on the device that a configuration names.
 
@@ -35,6 +38,7 @@ def make_plan(
         sizes: see ``largest_step``; of 0 tokens: as many as pay on the device.
         placement: of the model's nodes and weights; None: as ``config`` has them.
         passes: of the user, for the programs of decode steps.
+        rates: the machine's, by which "auto" defers experts; None: the plan leaves that open.
 
     Raises:
         PykernelsError: what the device cannot do.
@@ -45,7 +49,10 @@ def make_plan(
         from .planning.gpu.plan import plan_on_gpus
 
         machine = machine_of(gpus_of(config.device), model.store, config.gpu_gib)
-        return plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+        plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+        if not plan.chooses_deferral or rates is None:
+            return plan
+        return with_deferral(plan, model, rates(), deferral_load(config, max_model_len))
     if not sizes.tokens:
         sizes = sizes.of(max(STEP_TOKENS, sizes.sequences))
     plan = ExecutionPlan(

@@ -9,6 +9,8 @@ from typing import Any
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.gpus import gpus_of
 from runtime.devices.ref.runner import RefRunner
+from runtime.devices.sim.deferral import deferral_load, with_deferral
+from runtime.devices.sim.machine import OTHER, Cpu, Gpu, Kernel, Machine
 from runtime.experts.cache import CachePolicy
 from runtime.machine.nodes import ONE_NODE
 from runtime.make_runner import make_plan
@@ -18,6 +20,13 @@ from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
 from runtime.planning.residency import Residency
 from runtime.workers.pool import WorkerPool
+
+RATES = Machine(
+    "a CPU beside a GPU that keeps it waiting",
+    Cpu(4, 8, 0.02, {OTHER: Kernel(1.0)}, 1.0, 1.0),
+    Gpu("a slow one", 8, 100.0, {OTHER: Kernel(1.0)}, 1.0, 10.0, launch_us=100.0),
+)
+"""By which "auto" defers experts."""
 
 
 def cpu_runner(
@@ -130,6 +139,8 @@ def cuda_runner(
         kv_attention=options.kv_attention,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+    if plan.chooses_deferral:
+        plan = with_deferral(plan, model, RATES, deferral_load(config, max_model_len))
     plan = replace(
         plan,
         policy=options.policy,

@@ -18,10 +18,10 @@ from bench.harness.timing.roofs import Roofs, measure_roofs
 from bench.harness.timing.rows import Row
 from pykernels.errors import PykernelsError
 
-OPS = ("attention", "moe", "linear", "router", "small_ops", "unpack_tiles")
+OPS = ("attention", "moe", "linear", "router", "delta_net", "small_ops", "unpack_tiles")
 """Ops in the order in which a run times them, so that one that ends early has the first."""
 
-_PLACES = {"unpack_tiles": "step.unpack_tiles"}
+_PLACES = {"delta_net": "step.delta_net", "unpack_tiles": "step.unpack_tiles"}
 """Files of ops that are not named as the op is."""
 
 GoOn = Callable[[int], Iterator[Row]]

@@ -30,6 +30,7 @@ PROCESSES = {
     "linear": 3,
     "moe": 2,
     "router": 2,
+    "delta_net": 2,
     "small_ops": 2,
     "unpack_tiles": 1,
 }

@@ -17,6 +17,7 @@ from model.hub import name_of
 from model.modules.recognise import experts_per_token
 from model.named import make_config
 from model.pinning.place import placement_of
+from model.planner.machines import this_machine
 from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
@@ -178,7 +179,7 @@ class Ours:
         sizes = largest
         if execution.on_gpu and not max_num_batched_tokens:  # as many tokens as pay there
             sizes = largest_step(positions, pages, None, batch)
-        plan = make_plan(execution, self.decoder, positions, sizes, placement)
+        plan = make_plan(execution, self.decoder, positions, sizes, placement, rates=this_machine)
         runner = make_runner(change(plan), execution.device, self.decoder, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack

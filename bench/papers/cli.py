@@ -19,7 +19,7 @@ PAPERS = ("sosp", "osdi", "smoe")
 def main() -> int:
     """Runs a comparison, and prints its page."""
     parser = argparse.ArgumentParser(prog="python -m bench.papers", description=__doc__)
-    parser.add_argument("what", choices=("validate", *PAPERS))
+    parser.add_argument("what", choices=("validate", "routing", *PAPERS))
     parser.add_argument("--out", type=Path, default=RESULTS / "papers", help="folder of pages")
     given = parser.parse_args()
     import_transformers()
@@ -31,12 +31,15 @@ def main() -> int:
         _keep(given.out, given.what, as_dict(found))
         print(compared(found))
         return 0
+    if given.what == "routing":
+        importlib.import_module(".smoe.choices", __package__).record_choices(given.out)
+        return 0
     from .cells import draw, page
 
     paper = importlib.import_module(f".{given.what}", __package__)
     cells = paper.cells()
     given.out.mkdir(parents=True, exist_ok=True)
-    text = page(paper.TITLE, paper.ABOUT_IT, cells, f"{given.what}.png")
+    text = page(paper.TITLE, paper.ABOUT_IT, cells, f"{given.what}.png", paper.UNEXPLAINED)
     (given.out / f"{given.what}.md").write_text(text)
     _keep(given.out, given.what, {"rows": [asdict(cell) for cell in cells]})
     draw(cells, given.out / f"{given.what}.png")

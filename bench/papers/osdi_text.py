@@ -32,3 +32,22 @@ TPOT_MOST, TPOT_MOST_KT = 1.54, 2.45
 """Figure 18: the largest over 1D; of KTransformers."""
 TOTAL_MOST, TOTAL_MOST_KT = 1.67, 2.53
 """Figure 18: the longest of all requests over the first workload; of KTransformers."""
+EXPERTS_US, ATTENTION_US = 450.0, 350.0
+"""Section 3.3.1: of a layer, its experts on the CPU, and attention."""
+DECODE_TOK_S = {1024: 21.5, 32768: 20.0}
+"""Figure 15, by context: DeepSeek-R1 in FP8; ``KIMI_TOK_S``: Kimi-K2, a short one;
+``TWO_STREAMS_TOK_S``: two sequences in two microbatches."""
+KIMI_TOK_S = 22.4
+TWO_STREAMS_TOK_S = {1024: 33.6, 32768: 31.1}
+Q4_TOK_S = {1024: 28.0, 8192: 28.0, 131072: 19.0}
+"""Figure 17: DeepSeek-R1 in Q4_K_M by context."""
+SLP_OVER_AVX = 10.0
+"""Figure 13, at 20,000 to 32,000 tokens: "more than an order of magnitude"."""
+TABLE_1 = {
+    "OpenBLAS FP32": (69.5, 844.42),
+    "AOCL-BLAS FP32": (59.2, 992.70),
+    "AOCL-BLAS BF16": (69.5, 422.26),
+    "theirs (standard) FP8": (21.7, 678.0),
+    "theirs (optimized) FP8": (15.5, 947.1),
+}
+"""Table 1: us and GB/s of a matrix of 7168 x 2048 and one vector."""

@@ -45,6 +45,8 @@ class Row:
         nbytes: that the CPU read in a step, as the run counted them; 0: nobody did.
         way: of a prompt's experts with a GPU; "": the fastest.
         spread: 90th over 10th percentile.
+        kv_dtype: of the cache; ``most``: tokens of the longest context that the engine has room
+            for; 0: this one.
     """
 
     machine: str
@@ -67,6 +69,8 @@ class Row:
     nbytes: int = 0
     way: str = ""
     spread: float = 1.0
+    kv_dtype: str = "bf16"
+    most: int = 0
 
     @property
     def place(self) -> str:
@@ -96,6 +100,8 @@ def committed() -> Iterator[Row]:
                 yield from _single(machine, name, date, data)
             elif "prefill" in file.name:
                 yield from _ways(machine, name, date, data)
+            elif data.get("bench") == "contexts":
+                yield from of_contexts(machine, name, date, data)
 
 
 def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
@@ -167,6 +173,36 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
             batch=1,
             context=data["prompt"],
             measured=data["prefill_tok_s"],
+        )
+
+
+def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of ``pykernels bench contexts`` that were measured."""
+    for row in data["rows"]:
+        if "why" in row:
+            continue
+        yield Row(
+            machine,
+            name,
+            date,
+            "decode",
+            data["model"],
+            data["format"],
+            data["layers"],
+            data["vocab"],
+            data["threads"],
+            data["device"],
+            row["experts"],
+            row["deferred"],
+            row["lanes"],
+            0,
+            row["batch"],
+            row["context"] + row["steps"] // 2,
+            row["us_per_step"],
+            row["bytes_per_step"],
+            spread=row["us_p90"] / row["us_p10"],
+            kv_dtype=data["kv_dtype"],
+            most=max(other["context"] for other in data["rows"]) + row["steps"],
         )
 
 

@@ -19,8 +19,10 @@ from model.planner.predict import predict_prompt
 from model.planner.settings import Case, Wanted
 from model.planner.subject import Subject
 from runtime.devices.sim.cost import Load
+from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import SimulatedStep, simulate
+from runtime.kv_cache.layout import PAGE
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
@@ -72,10 +74,16 @@ class Compared:
 
 
 @functools.lru_cache(maxsize=64)
-def _subject(arch: str, fmt: str, layers: int, vocab: int) -> Subject:
+def _subject(
+    arch: str, fmt: str, layers: int, vocab: int, kv_dtype: str, positions: int
+) -> Subject:
+    """A row's model, with as many positions at least: ours has random weights, whatever its shape
+    was made for."""
     if arch == "embedded":
-        return open_subject(str(model.EMBEDDED))
-    return open_subject(arch, fmt, layers=layers, vocab=vocab or None)
+        return open_subject(str(model.EMBEDDED), kv_dtype=kv_dtype)
+    found = open_subject(arch, fmt, kv_dtype, layers=layers, vocab=vocab or None)
+    found.config.max_position_embeddings = max(found.positions, positions)
+    return found
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
@@ -89,17 +97,26 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
     return [_compared(row, laws, newest[_same(row)]) for row in rows]
 
 
+def predicted(rows: Sequence[Row], machine: Machine) -> list[Compared]:
+    """Predicts each row as a run on this machine; batches whose bytes nobody counted as uneven as
+    ``RANDOM``."""
+    laws: dict[tuple[object, ...], Routing] = {
+        (row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1
+    }
+    return [_compared(row, laws, row.date, machine) for row in rows]
+
+
 def _same(row: Row) -> tuple[object, ...]:
     """What two rows have in common of which the newer one counts."""
     machine = find_machine(row.machine)
     there = repr(machine.cpu) if row.device == "cpu" else row.machine
     shape = row.arch, row.fmt, row.layers, row.threads
-    how = row.device, row.experts, row.deferred, row.lanes, row.slots, row.way
+    how = row.device, row.experts, row.deferred, row.lanes, row.slots, row.way, row.kv_dtype
     return there, row.kind, shape, how, row.batch, row.context
 
 
-def _case(row: Row) -> Placed:
-    machine = find_machine(row.machine)
+def _case(row: Row, machine: Machine | None = None) -> Placed:
+    machine = machine or find_machine(row.machine)
     if row.threads < machine.cpu.cores:
         machine = machine.with_threads(row.threads)
     run = ExecutionConfig(
@@ -110,14 +127,21 @@ def _case(row: Row) -> Placed:
     )
     prompt = row.context if row.kind == "prompt" else 64
     context = row.context if row.kind == "decode" else 1
-    wanted = Wanted(context, prompt, row.batch, 1, RANDOM)
-    subject = _subject(row.arch, row.fmt, row.layers, row.vocab)
+    pages = row.batch * (-(-row.most // PAGE) + 2) + 3 if row.most else None
+    wanted = Wanted(context, prompt, row.batch, 1, RANDOM, pages=pages)
+    model_of = row.arch, row.fmt, row.layers, row.vocab
+    subject = _subject(*model_of, row.kv_dtype, 1 << (wanted.positions - 1).bit_length())
     found = placed(Case(subject, machine, run, wanted))
     return found.with_slots(row.slots) if row.slots else found
 
 
-def _compared(row: Row, laws: Mapping[tuple[object, ...], Routing], newest: str) -> Compared:
-    there, why_not = _case(row), ""
+def _compared(
+    row: Row,
+    laws: Mapping[tuple[object, ...], Routing],
+    newest: str,
+    machine: Machine | None = None,
+) -> Compared:
+    there, why_not = _case(row, machine), ""
     place = row.device if row.device == "cpu" or row.experts == "gpu" else "beside"
     key = row.machine, row.kind, row.arch, row.layers, place, row.batch, row.context
     if row.date < newest:

@@ -18,7 +18,7 @@ from runtime.engine import SamplingParams
 from runtime.engine.scheduling.config import SNAPSHOT_TOKENS
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_cache.page_store import Kind
-from runtime.kv_tiers.directory import blocks
+from runtime.kv_tiers.blocks.directory import blocks
 from runtime.planning.config import ExecutionConfig
 
 COMPUTED = 17

@@ -65,6 +65,27 @@ def on_all(execution: ExecutionConfig, gpus: str, **changes: Any) -> ExecutionCo
     return replace(execution, gpus=gpus, **changes)
 
 
+def on_some(
+    execution: ExecutionConfig, gpus: str, counts: str | None, **changes: Any
+) -> list[ExecutionConfig]:
+    """The configuration on so many of its GPUs, the first ones, for each of ``counts``; None: all.
+
+    Raises:
+        PykernelsError: fewer than two, or more than there are.
+    """
+    devices = execution.device.split(",")
+    found = []
+    for count in numbers("--counts", counts, "2,4") if counts else [len(devices)]:
+        if not 2 <= count <= len(devices):
+            raise PykernelsError(
+                f"--counts {counts}: {count} GPUs of {execution.device}",
+                f"Give 2 to {len(devices)}; one GPU is timed in any case",
+            )
+        some = replace(execution, device=",".join(devices[:count]))
+        found.append(on_all(some, gpus, **changes))
+    return found
+
+
 def check_several(bench: str, execution: ExecutionConfig) -> None:
     """Raises PykernelsError for fewer than two GPUs."""
     if count_gpus(execution.device) < 2:

@@ -6,7 +6,7 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +122,13 @@ class Decoder:
             for i, spec in enumerate(self.cache_specs)
             for name, part in spec.buffers(pages, state_slots).items()
         }
+
+    def thinned(self, most: int) -> tuple[Decoder, float]:
+        """See ``planning.lowerable.Lowerable``. Kinds differ in attention, window and experts."""
+        layers = self.layers
+        count = min(most, len(layers))
+        some = tuple(layers[i] for i in _some([_kind(layer) for layer in layers], count))
+        return replace(self, layers=some), len(layers) / count
 
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The program of a step of these sizes."""
@@ -282,4 +289,25 @@ def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer | SandwichLaye
         attention=kind.make(module, f"{name}.{leaf}", specs, family),
         post_norm=specs.vector(f"{name}.{names.post_norm}.weight", change),
         mlp=mlp,
+    )
+
+
+def _kind(layer: Layer | SandwichLayer) -> tuple[str, int, bool]:
+    """What makes layers cost alike: mixer, window, and whether experts are behind it."""
+    window = getattr(layer.attention, "window", 0)
+    return type(layer.attention).__name__, window, layer.moe is not None
+
+
+def _some(kinds: Sequence[Hashable], count: int) -> list[int]:
+    """So many places among layers, of each kind as near to its part of all as can be."""
+    places = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in kinds}
+    wanted = {kind: count * len(own) / len(kinds) for kind, own in places.items()}
+    parts = {kind: int(share) for kind, share in wanted.items()}
+    most_left = sorted(wanted, key=lambda kind: parts[kind] - wanted[kind])
+    for kind in most_left[: count - sum(parts.values())]:
+        parts[kind] += 1
+    return sorted(
+        own[(2 * i + 1) * len(own) // (2 * parts[kind])]
+        for kind, own in places.items()
+        for i in range(parts[kind])
     )

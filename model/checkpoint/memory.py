@@ -284,7 +284,7 @@ def check_behind(ram: int, weights: int) -> None:
         raise PykernelsError(
             f"{size(ram)} for what leaves the KV cache, and the model leaves {size(max(0, free))}"
             " of main memory free",
-            "Give a smaller kv_ram_gib or kv_store_gib",
+            "Give a smaller kv_ram_gib, kv_store_gib or kv_transfer_gib",
         )
 
 

@@ -22,7 +22,7 @@ def ls(root: Directory, debug: Debug = False) -> None:
     """List what is kept of each model; what was of use last comes first."""
     from rich.table import Table
 
-    from runtime.kv_tiers.contents import by_model, opened
+    from runtime.kv_tiers.blocks.contents import by_model, opened
 
     opened(root)
     table = Table("model", "folder", "pages", "states", "MiB", "last of use", box=None)
@@ -41,7 +41,7 @@ def verify(
 ) -> None:
     """Read every block, and name those that are damaged; exit code 1 if there are any. A server
     finds out by itself: it never uses one."""
-    from runtime.kv_tiers.contents import damaged, opened
+    from runtime.kv_tiers.blocks.contents import damaged, opened
 
     opened(root)
     count = bad = 0
@@ -60,7 +60,7 @@ def verify(
 @command
 def clear(root: Directory, debug: Debug = False) -> None:
     """Remove all blocks of all models. A server that runs computes anew."""
-    from runtime.kv_tiers.contents import clear as clear_all
+    from runtime.kv_tiers.blocks.contents import clear as clear_all
 
     out().print(f"{clear_all(root) / 2**20:.1f} MiB are free")
 

@@ -102,7 +102,7 @@ def plan(
         wanted = wanted_of(asked, subject.positions, law)
         found = best(Case(subject, there, execution, wanted))
         gains = changes(found)
-        points = swept(found, sweep) if sweep is not None else []
+        points, ended = swept(found, sweep) if sweep else ([], "")
     if trace is not None:
         from ..planner.trace import write
 
@@ -110,11 +110,11 @@ def plan(
     if plot is not None and sweep is not None:
         draw(points, sweep, f"{model} on {there.name}", plot)
     if as_json:
-        rows = {} if sweep is None else {"sweep": [asdict(point) for point in points]}
+        rows = {"sweep": [asdict(point) for point in points], "sweep_ended": ended} if sweep else {}
         print(json.dumps(as_dict(found, gains) | rows, indent=2))
         return
     text = lines(found, gains)
     if sweep is not None:
-        text += ["", *told(points, sweep)]
+        text += ["", *told(points, sweep, ended)]
     for line in text:
         out().print(line, markup=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.devices.sim.deferral import deferral_load, with_deferral
 from runtime.devices.sim.machine import Gpu
 from runtime.engine.scheduling.config import CONTEXT, STEP_TOKENS
 from runtime.passes.gpu.offload_kv import host_caches
@@ -150,6 +151,7 @@ def _sizes(case: Case, stretch: Stretch) -> StepSizes:
             has = int(case.machine.cpu.memory_gib * ROOM * GIB)
             share = (has - states - stretch.all_weights) // 8
         pages = pages_of(engine, longest, token, max(0, share))
+    pages = wanted.pages or pages
     pages, slots = (math.ceil(n * stretch.factor) for n in (pages, slots))
     return largest_step(longest, pages, wanted.step_tokens, sequences, state_slots=slots)
 
@@ -175,6 +177,11 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: S
         if run.kv_attention == "auto":
             run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
+        if plan.chooses_deferral:
+            wanted = case.wanted
+            load = deferral_load(run, case.subject.positions, wanted.context, wanted.batch)
+            load = replace(load, routing=wanted.routing)
+            plan = with_deferral(plan, decoder, case.machine, load)
         room = 0
         if plan.placement.experts == CPU:
             room = min(free_for_experts(decoder, machine, plan).values())

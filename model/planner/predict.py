@@ -71,8 +71,12 @@ class Prediction:
         return self.prompt.seconds + self.placed.case.wanted.answer * self.decode.seconds
 
 
-def predict(placed: Placed) -> Prediction:
-    """Decoding and a prompt of a case that is placed."""
+def predict(placed: Placed, prompt: Prompt | None = None) -> Prediction:
+    """Decoding and a prompt of a case that is placed.
+
+    Args:
+        prompt: where it is known already.
+    """
     case = placed.case
     machine = case.machine
     if case.execution.threads is not None:
@@ -81,7 +85,7 @@ def predict(placed: Placed) -> Prediction:
     compiled = placed.compiled(Phase.DECODE, batch)
     decode = simulate(compiled, machine, Load(batch, case.wanted.context, batch, law))
     placed = replace(placed, case=replace(case, machine=machine))
-    prompt = predict_prompt(placed, case.wanted.prompt)
+    prompt = prompt or predict_prompt(placed, case.wanted.prompt)
     return Prediction(placed, decode.stretched(case.subject.stretch), prompt)
 
 

@@ -24,8 +24,8 @@ def serve_line(found: Prediction) -> str:
         words += ["--experts", "cpu" if found.placed.plan.placement.experts == CPU else "gpu"]
     if case.slots:
         words += ["--expert-cache", str(run.slots or case.slots)]
-    if run.deferred:
-        words += ["--defer", str(run.deferred)]
+    if deferred := found.placed.plan.deferred:
+        words += ["--defer", str(deferred)]
     if run.kv_dtype != "bf16":
         words += ["--kv-dtype", run.kv_dtype]
     if run.prefill != "auto":
@@ -81,6 +81,7 @@ def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
         "",
         serve_line(found),
     ]
+    text += [f"({line})" for line in plan.decisions if line.startswith("defer")]
     if plan.deferred:
         text.append("(experts are deferred: the text is another one)")
     if changes:
@@ -108,6 +109,7 @@ def as_dict(found: Prediction, changes: Sequence[Change]) -> dict[str, Any]:
         "context": wanted.context,
         "batch": wanted.batch,
         "prompt": wanted.prompt,
+        "deferred": found.placed.plan.deferred,
         "memory_gib": {
             name: {
                 "has": round(m.has / GIB, 2),

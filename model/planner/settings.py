@@ -25,6 +25,7 @@ class Wanted:
         step_tokens: most of a step, as ``--max-num-batched-tokens`` of a server; None: as the
             engine chooses.
         engine: whose cache there is to be; None: one for just these sequences.
+        pages: of 64 tokens, of the cache; None: as ``engine`` has.
     """
 
     context: int = 512
@@ -34,6 +35,7 @@ class Wanted:
     routing: Routing = Routing()
     step_tokens: int | None = None
     engine: EngineConfig | None = None
+    pages: int | None = None
 
     def within(self, positions: int) -> Wanted:
         """The same requests, shortened so that a model of so many positions takes them."""

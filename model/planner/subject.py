@@ -51,9 +51,6 @@ class Subject:
         return replace(self, decoder=replace(self.decoder, kv_dtype=kv_dtype))
 
     def thinned(self, most: int) -> Subject:
-        """The same with so many of its layers at most, evenly taken: its steps are lowered soon."""
-        layers = self.decoder.layers
-        count = min(most, len(layers))
-        some = tuple(layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count))
-        decoder = replace(self.decoder, layers=some)
-        return replace(self, decoder=decoder, stretch=self.stretch * len(layers) / count)
+        """The same with so many of its layers at most, so that its steps are lowered soon."""
+        decoder, stretch = self.decoder.thinned(most)
+        return replace(self, decoder=decoder, stretch=self.stretch * stretch)

@@ -16,7 +16,10 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..kv_cache import BlockManager
 from ..kv_cache.prefix import Held
+from ..kv_tiers.transfer.endpoint import Peer
+from ..kv_tiers.transfer.handover import Handover
 from ..runner.batch import DeviceLost, Runner
 from ..runner.sampling_params import SamplingParams
 from ..workers.fork import refuse_in_child
@@ -288,15 +291,33 @@ class Engine:
 
     @property
     def decisions(self) -> Sequence[str]:
-        """Which prompts go which way, where there are several, a line each."""
-        prefill_stream = self._core.scheduler.prefill_stream
-        return () if prefill_stream is None else (prefill_stream.described,)
+        """Which prompts go which way, where there are several, and pages likewise, a line each."""
+        scheduler = self._core.scheduler
+        stream, shares = scheduler.prefill_stream, self.handover
+        return [each.described for each in (stream, shares) if each is not None]
 
     @property
     def kv_model(self) -> str:
         """What tells its pages from those of another model; "": nothing is behind them."""
         tiers = self._core.scheduler.tiers
         return "" if tiers is None else tiers.fingerprint.hex()
+
+    @property
+    def handover(self) -> Handover | None:
+        """By which ways its pages go to other engines; None: by none."""
+        tiers = self._core.scheduler.tiers
+        return None if tiers is None else tiers.handover
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """There are these engines, whose memory it may read, the best to ask first; from any
+        thread."""
+        if (shares := self.handover) is not None and shares.transfer is not None:
+            shares.transfer.meet(peers)
+
+    @property
+    def cache(self) -> BlockManager:
+        """What sequences have of the cache; for the thread that drives the engine alone."""
+        return self._core.scheduler.manager
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What it has of a prompt with these keys of its full pages; from any thread."""

@@ -74,6 +74,10 @@ class BlockManager:
         """Pages that can be had without taking one from a sequence."""
         return len(self.pool) + self.tree.idle
 
+    def idle(self, nodes: Iterable[PrefixNode]) -> int:
+        """How many of these pages no page table names."""
+        return sum(not self.pool.references[node.page] for node in nodes)
+
     def is_coming(
         self,
         table: PageTable,
@@ -126,7 +130,7 @@ class BlockManager:
                 return False
         fresh = -(-len(tokens) // self.page_size) - len(hits)
         # Idle pages that are hit stop being available as well.
-        idle = sum(not self.pool.references[node.page] for node in hits)
+        idle = self.idle(hits)
         if not self._rows or fresh + idle + reserve > self.available:
             return False
         for node in hits:
@@ -215,7 +219,6 @@ class BlockManager:
             self.snapshots.release(table)
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
-        table.sought = table.asked = False
 
     def reserve(self, hits: Sequence[PrefixNode], fresh: int, reserve: int) -> list[int] | None:
         """Pages to be filled from another level, and then given to ``adopt``.
@@ -227,8 +230,7 @@ class BlockManager:
         Returns:
             None, and nothing has changed, if there are too few.
         """
-        idle = sum(not self.pool.references[node.page] for node in hits)
-        if fresh + idle + reserve > self.available:
+        if fresh + self.idle(hits) + reserve > self.available:
             return None
         for node in hits:
             self._hold(node.page)

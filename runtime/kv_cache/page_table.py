@@ -17,14 +17,11 @@ class PageTable:
         forks: whether other sequences begin with the same prompt at once.
         slot: of its state; ``NO_SLOT``: it has none.
         source: the page behind whose snapshot its state began; None: from nothing.
-        sought: whether levels behind the pages were asked for its prefix; ``asked``: whether those
-            on other machines were.
         marks, saved, latest: for ``Snapshots``: pages behind which a snapshot is to be taken; the
             slot of one of pages that are not in the tree yet; the page of the output's last one.
     """
 
     __slots__ = (
-        "asked",
         "cached",
         "forks",
         "keys",
@@ -36,14 +33,12 @@ class PageTable:
         "row",
         "saved",
         "slot",
-        "sought",
         "source",
     )
 
     def __init__(self, forks: bool = False) -> None:
         self.output_from: int | None = None
         self.forks = forks
-        self.sought = self.asked = False
         self.slot = self.saved = NO_SLOT
         self.source: PrefixNode | None = None
         self.latest: PrefixNode | None = None

@@ -17,13 +17,16 @@ from ..kv_cache.page_store import Kind
 from ..planning.execution import ExecutionPlan
 from ..planning.lowerable import Lowerable
 from ..runner.paged_runner import PagedRunner
-from .block import VERSION
-from .folder import ModelFolder
+from .blocks.block import HEADER, VERSION
+from .blocks.folder import ModelFolder
+from .blocks.mooncake import MooncakeBlocks
+from .blocks.ram import RamBlocks
+from .blocks.reading import fastest
+from .blocks.shared import SharedBlocks
 from .levels import Levels
-from .mooncake import MooncakeBlocks
-from .ram import RamBlocks
-from .reading import fastest
 from .tiers import KvTiers
+from .transfer.blocks import TransferBlocks
+from .transfer.handover import handover
 
 LOG = logging.getLogger("pykernels")
 FINGERPRINT_BYTES = 16
@@ -38,7 +41,8 @@ class KvBehind:
         disk: a directory, which ``prepared`` has seen; None: there is none.
         limit: bytes of all blocks in it.
         store: the address of a store of several machines, "mooncake://HOST:PORT"; "": none.
-        lent: bytes of main memory that this process gives to it.
+        lent: bytes of main memory that this process gives to it, or other nodes read.
+        host: address of this machine at which other nodes read its memory; "": they do not.
         shared: other engines wait for what this one fills.
         name: of the model, for people.
         weights: what tells the values of the model's weights from any others.
@@ -52,6 +56,7 @@ class KvBehind:
     store: str = ""
     lent: int = 0
     shared: bool = False
+    host: str = ""
 
     def tiers(self, runner: PagedRunner, manager: BlockManager) -> KvTiers:
         """The levels behind a bound runner's pages.
@@ -79,12 +84,20 @@ class KvBehind:
             way = fastest(self.disk, pages.nbytes(Kind.PAGE))
             LOG.info("blocks of the KV cache in %s are read %s", self.disk, way.name)
             folder = ModelFolder(self.disk, self.limit, named, about, way)
-        ram = RamBlocks(pages, self.ram) if self.ram else None
-        store = None
+        ram = RamBlocks(pages, self.ram, HEADER if self.store else 0) if self.ram else None
+        store: SharedBlocks | None = None
+        transfer = None
         if self.store:
-            store = MooncakeBlocks(self.store, self.lent, named, pages)
+            store = MooncakeBlocks(self.store, self.lent, named, pages, ram)
+        elif self.host:
+            size = manager.page_size
+            store = transfer = TransferBlocks(self.host, self.lent, named, pages, size)
         levels = Levels(pages, folder, ram, store, self.shared)
-        return KvTiers(manager, levels, named, lambda: runner.weights.changed, self.shared)
+        shares = None
+        if self.shared:
+            disk = "" if self.disk is None else str(self.disk)
+            shares = handover(transfer, self.store, disk, manager.page_size)
+        return KvTiers(manager, levels, named, lambda: runner.weights.changed, self.shared, shares)
 
 
 def fingerprint(model: Lowerable, plan: ExecutionPlan, layout: str, weights: bytes) -> bytes:

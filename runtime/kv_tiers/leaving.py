@@ -1,5 +1,6 @@
 """What requests leave behind: it is written when they give their pages back, as long as the pages
-are not needed for others."""
+are not needed for others, to each level from which reading it again is not known to take longer
+than computing it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from ..kv_cache import BlockManager
 from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, PrefixNode
-from .block import BlockName
+from .blocks.block import BlockName
 from .levels import Levels
 from .worker import Worker
 
@@ -59,6 +60,7 @@ class Leaving:
                 self._worker.touch(block, now - i * _APART)
             else:
                 self._worker.write(block, node.page, now - i * _APART)
+        self._levels.counts.hope_to_write()
         snapshots = self._manager.snapshots
         if snapshots is not None:
             for i, node in enumerate(nodes):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..kv_cache import PageTable
 from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import PageKey, PrefixNode
-from .block import BlockName
+from .blocks.block import BlockName
 
 
 @dataclass(eq=False)
@@ -26,6 +26,19 @@ class Load:
     cancelled: bool = False
     loaded: int = 0
     has_state: bool = False
+
+
+@dataclass(eq=False)
+class Stage:
+    """Blocks to be brought near, in order, for a request for which there are no pages yet.
+
+    Attributes:
+        done: how many of them are near, or gone.
+    """
+
+    blocks: list[BlockName]
+    cancelled: bool = False
+    done: int = 0
 
 
 @dataclass(eq=False)

@@ -15,13 +15,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..kv_cache.page_store import Kind
-from .block import BlockName
+from .blocks.block import BlockName
 from .levels import Levels
-from .loading import Ask, Load
+from .loading import Ask, Load, Stage
 
 LOG = logging.getLogger("pykernels")
 _HANGS_SECONDS = 5
 """A disk that answers no more is left alone after so long."""
+_STAGED = 16
+"""Blocks that are brought near before it is looked what else there is to do."""
 
 
 @dataclass
@@ -34,6 +36,7 @@ class _Asked:
     """
 
     loads: deque[Load] = field(default_factory=deque)
+    stages: deque[Stage] = field(default_factory=deque)
     writes: OrderedDict[tuple[Kind, int], tuple[BlockName, int]] = field(
         default_factory=OrderedDict
     )
@@ -47,7 +50,8 @@ class _Asked:
     @property
     def any(self) -> bool:
         """Whether there is something to do."""
-        return bool(self.loads or self.asks or self.writes or self.touches or self.look)
+        near = self.loads or self.stages
+        return bool(near or self.asks or self.writes or self.touches or self.look)
 
 
 class Worker:
@@ -71,6 +75,13 @@ class Worker:
         """Reads it; it is in ``done`` then."""
         with self._changed:
             (self.done if self.ended else self._asked.loads).append(load)
+            self._changed.notify_all()
+
+    def stage(self, stage: Stage) -> None:
+        """Brings its blocks near, behind all loads."""
+        with self._changed:
+            if not self.ended and self._asked.end is None:
+                self._asked.stages.append(stage)
             self._changed.notify_all()
 
     def ask(self, ask: Ask) -> None:
@@ -113,7 +124,7 @@ class Worker:
         """A page or slot is about to get other contents: from now on it is not read."""
         with self._changed:
             if self._asked.writes.pop((kind, place), None) is not None:
-                self.levels.first.dropped += 1
+                self.levels.counts.first.dropped += 1
             while self._asked.copying == (kind, place):
                 self._changed.wait()
 
@@ -123,6 +134,7 @@ class Worker:
             self._asked.end = time.monotonic() + seconds
             for load in self._asked.loads:
                 load.cancelled = True
+            self._asked.stages.clear()
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
@@ -156,14 +168,16 @@ class Worker:
                     return False
                 self._changed.wait()
             if asked.end is not None and time.monotonic() >= asked.end:
-                levels.first.dropped += len(asked.writes)
+                levels.counts.first.dropped += len(asked.writes)
                 return False
             load = asked.loads[0] if asked.loads else None
             asks, asked.asks = asked.asks, deque()
             touches, asked.touches = asked.touches, deque()
             look, asked.look = asked.look, False
-            write = None
-            if load is None and asked.writes:
+            stage = write = None
+            if load is None and asked.stages:
+                stage = asked.stages.popleft()
+            if load is None and asked.writes and levels.takes(next(iter(asked.writes))[0]):
                 asked.copying, write = asked.writes.popitem(last=False)
                 asked.writing = write[0].file
         for ask in asks:
@@ -181,6 +195,10 @@ class Worker:
             self._write(*write)
         elif load is None and levels.late:
             levels.store_late()
+        if stage is not None and not self._is_near(stage):
+            with self._changed:
+                if asked.end is None:
+                    asked.stages.appendleft(stage)
         return True
 
     def _load(self, load: Load) -> None:
@@ -194,6 +212,17 @@ class Worker:
             load.loaded += 1
         if load.state is not None and not load.cancelled:
             load.has_state = self.levels.read(*load.state)
+
+    def _is_near(self, stage: Stage) -> bool:
+        """Brings some of its blocks near; whether there is no more to do."""
+        for at in range(stage.done, min(stage.done + _STAGED, len(stage.blocks))):
+            if stage.cancelled or self._asked.loads:
+                break
+            self.levels.prefetch(stage.blocks, at)
+            if not self.levels.bring(stage.blocks[at]):
+                return True
+            stage.done += 1
+        return stage.cancelled or stage.done == len(stage.blocks)
 
     def _write(self, block: BlockName, used: int) -> None:
         assert self._asked.copying is not None

@@ -1,6 +1,6 @@
 """Passes: functions Program -> Program, each one idea of the papers, one a file."""
 
-from .defer import defer, fewest_deferred
+from .defer import defer
 from .dual_batch import dual_batch
 from .expert_cache import expert_cache
 from .gpu_experts import gpu_experts
@@ -15,7 +15,6 @@ __all__ = [
     "defer",
     "dual_batch",
     "expert_cache",
-    "fewest_deferred",
     "gpu_experts",
     "keep_routing",
     "offload",

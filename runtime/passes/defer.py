@@ -15,7 +15,6 @@ the rest, the attention of layer k + 1 need not wait for the deferred of k. Prom
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -75,17 +74,3 @@ def cannot_join(name: str) -> PykernelsError:
         f"{name!r} norms what a token's experts give together, so that none can join a layer later",
         "Leave out --defer",
     )
-
-
-def fewest_deferred(topk: int, expert_s: float, other_s: float, least: int = LEAST) -> int:
-    """How many experts to defer so that the CPU is never idle (SOSP'25 4.2): as few as keep it
-    busy while the rest of a layer runs.
-
-    Args:
-        expert_s: seconds of one expert of one token on the CPU.
-        other_s: seconds in which the other device computes what stands between two layers'
-            experts; 0 where there is no other device, and nothing is gained.
-    """
-    if other_s <= 0 or expert_s <= 0:
-        return 0
-    return max(0, min(math.ceil(other_s / expert_s), topk - least))

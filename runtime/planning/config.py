@@ -4,6 +4,7 @@ compute. Sizes and what requests share are the engine's (``engine.scheduling.con
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,12 +29,20 @@ GPUS = ("auto", "pipeline", "tensor", "dslp", "disaggregated", "routed")
 """How several GPUs share a model; see ``ExecutionConfig.gpus``."""
 MOST_EXPERTS = 1 << 16
 """Most experts, and so slots, of a layer."""
+LONG = 16384
+"""Tokens of the context by which "auto" chooses where longer ones are possible."""
+_AUTO_DEFER = re.compile(r"auto(?::([1-9][0-9]*)(?:x([1-9][0-9]*))?)?")
+"""``defer`` that leaves the number open, with a context and a batch."""
 MICROBATCHES = {"auto": "auto", "on": True, "off": False}
 """``dual_batch`` by what is typed for it."""
 
 
 def _count(text: str) -> int | str:
     return text if text in ("auto", OFF) else _whole(text)
+
+
+def _defer(text: str) -> int | str:
+    return text if _AUTO_DEFER.fullmatch(text) else _count(text)
 
 
 def _gib(text: str) -> float | str:
@@ -93,10 +102,12 @@ class ExecutionConfig:
         expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
             ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
         defer: experts of each token of an output, the least-weighted, that join one layer later
-            (Expert Deferral); None: what rules say, else "off"; "auto": as many as keep the CPU
-            busy, which is none where it is alone. The text is another one, and does not depend on
-            neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
-            are not reused by prompts.
+            (Expert Deferral); None: what rules say, else "off"; "auto": as few as are predicted to
+            hide the GPU behind the CPU's experts, which is none where either is alone, at half of
+            the longest sequence or at ``LONG`` tokens; "auto:N", "auto:NxM": at a context of N, of
+            M sequences. The text is another one, and does not depend on neighbours, on what is
+            cached or preempted, nor on where experts lie; pages of an output are not reused by
+            prompts.
         dual_batch: whether decode steps of two sequences or more are two microbatches, so that a
             GPU computes the attention of one while the CPU computes the experts of the other;
             "auto": with experts on the CPU.
@@ -206,10 +217,12 @@ class ExecutionConfig:
     defer: int | str | None = option(
         None,
         "Experts of a written token, the least-weighted, whose output joins one layer later."
-        " Another text, but the same beside any others; prompts reuse no cached pages of answers.",
-        "N|auto|off",
+        " Another text, but the same beside any others; prompts reuse no cached pages of answers."
+        " auto: as few as pay by the machine's rates, at half of the longest sequence, or at the"
+        " context and batch that are named.",
+        "N|auto|auto:CONTEXT|auto:CONTEXTxBATCH|off",
         shown="what rules say, else off",
-        read=_count,
+        read=_defer,
     )
     dual_batch: bool | str = option(
         False,
@@ -268,9 +281,10 @@ class ExecutionConfig:
             wanted = "a number of slots, auto or off"
             check_whole("expert_cache", self.expert_cache, 0, MOST_EXPERTS, wanted)
         check_whole("expert_cache_swaps", self.expert_cache_swaps, 0, MOST_EXPERTS)
-        defer = self.defer
-        if defer not in (None, "auto", OFF) and not str(defer).isdecimal():
-            raise SettingError("defer", defer, "Give a number of experts, auto or off")
+        given = self.defer not in (None, OFF) and not str(self.defer).isdecimal()
+        if given and _AUTO_DEFER.fullmatch(str(self.defer)) is None:
+            hint = "Give a number of experts, off, auto, or auto:8192 or auto:8192x4 for a context"
+            raise SettingError("defer", self.defer, hint + " and a batch")
         check_numa(self.numa)
         if self.expert_cache_policy != "lfu":
             _ = self.cache_policy
@@ -286,8 +300,15 @@ class ExecutionConfig:
 
     @property
     def deferred(self) -> int:
-        """Experts of a token that are deferred; "auto" is none here: a GPU's runner finds them."""
-        return 0 if self.defer in (None, "auto", OFF) else int(self.defer)
+        """Experts of a token that are deferred; "auto" is none here: a plan says how many."""
+        return int(self.defer) if str(self.defer).isdecimal() else 0  # type: ignore[arg-type]
+
+    @property
+    def defer_load(self) -> tuple[int, int] | None:
+        """At which context, and for how many sequences, "auto" chooses; 0: nobody said; None: it is
+        not "auto"."""
+        found = _AUTO_DEFER.fullmatch(str(self.defer))
+        return None if found is None else (int(found[1] or 0), int(found[2] or 0))
 
     @property
     def slots(self) -> int | str:

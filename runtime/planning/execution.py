@@ -82,9 +82,11 @@ class ExecutionPlan:
         kv_attention: "cpu": decode steps attend there in layers whose keys and values lie in main
             memory; "gpu": to which these cross.
         gpu_gib: GiB that may be taken of each GPU; None: all that is free.
-        measures_deferral: whether ``deferred`` is yet to become what keeps the CPU busy, as
-            measured; ``measures_kv``: likewise ``kv_attention``; ``measures_prompts``: likewise
-            ``streaming`` and ``prompts``, which experts can be pinned and what is fast.
+        chooses_deferral: whether ``deferred`` is yet to be chosen by the machine's rates
+            (``devices.sim.deferral``).
+        measures_kv: whether ``kv_attention`` is yet to become what is faster, as measured;
+            ``measures_prompts``: likewise ``streaming`` and ``prompts``, which experts can be
+            pinned and what is fast.
         decisions: what sizes and measurements have decided, and why, a line each.
     """
 
@@ -108,15 +110,15 @@ class ExecutionPlan:
     policy: CachePolicy | None = None
     kv_attention: str = "gpu"
     gpu_gib: float | None = None
-    measures_deferral: bool = False
+    chooses_deferral: bool = False
     measures_kv: bool = False
     measures_prompts: bool = False
     decisions: tuple[str, ...] = ()
 
     @property
     def is_open(self) -> bool:
-        """Whether something is to be measured before a runner can be made."""
-        return self.measures_deferral or self.measures_kv or self.measures_prompts
+        """Whether something is to be chosen or measured before a runner can be made."""
+        return self.chooses_deferral or self.measures_kv or self.measures_prompts
 
     def prompt_steps(self) -> tuple[Step, ...]:
         """Those with chunks of prompts, way by way, by size."""

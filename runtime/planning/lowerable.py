@@ -36,5 +36,9 @@ class Lowerable(Protocol):
     def caches(self, pages: int, state_slots: int = 1) -> Mapping[str, CachePart]:
         """The cache's buffers: of so many pages, and slots of states."""
 
+    def thinned(self, most: int) -> tuple[Lowerable, float]:
+        """The same with so many of its layers at most, of each kind a part like the whole's, and
+        how many of its own layers each stands for: to predict by, not to run."""
+
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The program of a step of these sizes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..planning.work import cache_bytes, weight_bytes
 from ..program import Program
 from ..runner.paged_runner import PagedRunner
 from ..workers.busy import BusyTimes
+from .filled import fill_context
 
 TEMPERATURE = 1.0
 """Tokens are drawn, not the likeliest: each step then routes to other experts."""
@@ -41,12 +42,14 @@ class Load:
         tokens: decode steps.
         batch: sequences at once.
         context: tokens in each one's cache before the first of these steps.
+        filled: whether these are random keys and values, and no prompt is read (``filled``).
     """
 
     prompt: int
     tokens: int
     batch: int = 1
     context: int = 1
+    filled: bool = field(default=False, kw_only=True)
 
     def pages(self, max_num_batched_tokens: int) -> int:
         """Pages of the cache: all sequences to their ends, the scheduler's page of reserve
@@ -57,7 +60,8 @@ class Load:
     def positions(self, max_num_batched_tokens: int) -> int:
         """Positions of the longest sequence; the first one decodes while the last one's prompt is
         under way."""
-        chunks = _chunks(self.batch, self.context, max_num_batched_tokens)
+        read = PAGE if self.filled else self.context
+        chunks = _chunks(self.batch, read, max_num_batched_tokens)
         return max(self.prompt, self.context + chunks + self.tokens) + 2
 
 
@@ -143,17 +147,26 @@ class EngineTimer:
             return time.perf_counter() - start
 
     def decode(
-        self, batch: int, context: int, tokens: int, observer: Observer | None = None
+        self,
+        batch: int,
+        context: int,
+        tokens: int,
+        observer: Observer | None = None,
+        filled: bool = False,
     ) -> list[StepTime]:
         """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first.
 
         Before each one that is observed runs one that is not: what the observer does between two
         steps has put the workers to sleep.
+
+        Args:
+            filled: see ``Load``.
         """
-        chunks = _chunks(batch, context, self.runner.max_num_batched_tokens)
+        read = min(context, PAGE) if filled else context
+        chunks = _chunks(batch, read, self.runner.max_num_batched_tokens)
         ahead = 0 if observer is None else 1
         most = (1 + ahead) * tokens + chunks + 1
-        handles = [self._submit(context, most) for _ in range(batch)]
+        handles = [self._submit(context, most, filled) for _ in range(batch)]
         self._until_drawn(handles)
         self._watched.look_next()  # the last one that was looked at had prompts
         steps = []
@@ -171,10 +184,12 @@ class EngineTimer:
         """Ends the engine; the runner stays."""
         self.engine.close()
 
-    def _submit(self, context: int, tokens: int) -> RequestHandle:
-        prompt = self._random.integers(0, self.runner.vocab_size, context)
+    def _submit(self, context: int, tokens: int, filled: bool = False) -> RequestHandle:
+        prompt = self._random.integers(0, self.runner.vocab_size, context).tolist()
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1)
-        return self.engine.submit(prompt.tolist(), params)
+        if filled:
+            fill_context(self.runner, self.engine.cache, prompt)
+        return self.engine.submit(prompt, params)
 
     def _until_drawn(self, handles: list[RequestHandle], observer: Observer | None = None) -> None:
         requests = [handle.requests[0] for handle in handles]

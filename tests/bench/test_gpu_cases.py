@@ -11,8 +11,8 @@ from bench.against.routers import KINDS
 from bench.cases import attention, linear, moe, router, small_ops
 from bench.cases.attention import build
 from bench.cases.attention_size import Size
+from bench.cases.step import delta_net, unpack_tiles
 from bench.cases.step import ops as step_ops
-from bench.cases.step import unpack_tiles
 from bench.cases.truth import MOST
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
@@ -25,7 +25,7 @@ V3, PLAIN = KINDS["v3"](4), KINDS["softmax"](2)
 
 @pytest.fixture(autouse=True)
 def one_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, linear, router, small_ops, unpack_tiles):
+    for module in (attention, delta_net, linear, router, small_ops, unpack_tiles):
         monkeypatch.setattr(module, "sets_for", lambda nbytes, device: 1)
 
 
@@ -93,6 +93,15 @@ def test_a_case_moves_what_it_reads_and_writes(name: str) -> None:
         for mine, other in pairs:
             other = other.reshape(mine.shape).float()
             torch.testing.assert_close(mine.float(), other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_delta_net_reads_and_writes_its_states(tokens: int) -> None:
+    found = delta_net.case(CPU, 2, tokens)
+    # queries, keys, values, results; decay and beta
+    a_token = 2 * (2 * 16 + 2 * 32) * 128 + 2 * 4 * 32
+    assert found.nbytes == 2 * (2 * 4 * 32 * 128 * 128 + tokens * a_token)
+    assert found.error is not None and found.error() < MOST
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int8-channel", "int4", "q4_k", "q6_k"])

@@ -9,10 +9,13 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig
-from runtime.kv_tiers.directory import prepared
-from runtime.kv_tiers.folder import ModelFolder
+from runtime.kv_tiers.blocks.block import HEADER
+from runtime.kv_tiers.blocks.directory import prepared
+from runtime.kv_tiers.blocks.folder import ModelFolder
+from runtime.kv_tiers.blocks.master import check_store
+from runtime.kv_tiers.blocks.mooncake import MooncakeBlocks
+from runtime.kv_tiers.blocks.ram import RamBlocks
 from runtime.kv_tiers.levels import Levels
-from runtime.kv_tiers.mooncake import MooncakeBlocks, check_store
 from runtime.kv_tiers.tiers import KvTiers
 
 from ..mooncake import master
@@ -22,14 +25,18 @@ from .test_kv_tiers import MODEL, FakePages, answered
 __all__ = ["master"]
 
 
-def engine_on(url: str, slots: int, disk: Path | None = None, lent: int = 0) -> Engine:
+def engine_on(
+    url: str, slots: int, disk: Path | None = None, lent: int = 0, ram: int = 0
+) -> Engine:
     runner = FakeRunner(state_slots=slots)
     pages = FakePages(runner)
     folder = None
     if disk is not None:
         prepared(disk)
         folder = ModelFolder(disk, 1 << 30, MODEL, {})
-    levels = Levels(pages, folder, None, MooncakeBlocks(url, lent, MODEL, pages))
+    memory = RamBlocks(pages, ram, HEADER) if ram else None
+    store = MooncakeBlocks(url, lent, MODEL, pages, memory)
+    levels = Levels(pages, folder, memory, store)
     config = EngineConfig(snapshot_tokens=8) if slots else EngineConfig()
 
     def make(manager: object) -> KvTiers:
@@ -40,18 +47,18 @@ def engine_on(url: str, slots: int, disk: Path | None = None, lent: int = 0) -> 
     return Engine(runner, threaded=False, config=config, tiers=make)
 
 
-@pytest.mark.parametrize("slots", [0, 30])
+@pytest.mark.parametrize(("slots", "ram"), [(0, 0), (30, 40 << 10)])
 def test_another_server_has_read_it(
-    slots: int, master: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
+    slots: int, ram: int, master: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     url, process = master
     chats = [[i] * 30 for i in range(3)]
-    with engine_on(url, slots, lent=64 << 20) as first:
+    with engine_on(url, slots, lent=64 << 20, ram=ram) as first:
         assert [answered(first, chat) for chat in chats] == [0] * 3
         worker = first._core.scheduler.tiers._worker  # type: ignore[union-attr]
-        while worker._asked.any:
+        while worker._asked.any or worker.levels.late:
             first._core._settle()
-        with engine_on(url, slots, tmp_path) as second:
+        with engine_on(url, slots, tmp_path, ram=ram) as second:
             assert [answered(second, chat) for chat in chats[:2]] == [28] * 2
             assert second.stats.kv_levels["store"].read >= 14
             process.kill()

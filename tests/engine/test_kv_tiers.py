@@ -16,12 +16,13 @@ from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_cache.prefix import Held
-from runtime.kv_tiers.contents import by_model, clear, damaged, opened
-from runtime.kv_tiers.directory import blocks, prepared
-from runtime.kv_tiers.folder import ModelFolder
+from runtime.kv_tiers.blocks.block import HEADER, BlockName, why_damaged
+from runtime.kv_tiers.blocks.contents import by_model, clear, damaged, opened
+from runtime.kv_tiers.blocks.directory import blocks, prepared
+from runtime.kv_tiers.blocks.folder import ModelFolder
+from runtime.kv_tiers.blocks.ram import RamBlocks
+from runtime.kv_tiers.blocks.reading import Buffered, Direct, Mapped, Way, fastest
 from runtime.kv_tiers.levels import Levels
-from runtime.kv_tiers.ram import RamBlocks
-from runtime.kv_tiers.reading import Buffered, Direct, Mapped, Way, fastest
 from runtime.kv_tiers.tiers import KvTiers
 
 from .fake_runner import FakeRunner, check_pages, check_states, expected
@@ -63,12 +64,18 @@ class FakePages:
 
 
 def tiers(
-    runner: FakeRunner, path: Path, limit: int, model: bytes, ram: int, manager: BlockManager
+    runner: FakeRunner,
+    path: Path,
+    limit: int,
+    model: bytes,
+    ram: int,
+    shared: bool,
+    manager: BlockManager,
 ) -> KvTiers:
     """Which read whatever they can: nobody knows how long this runner would compute."""
     pages, about = FakePages(runner), {"model": "fake"}
     memory = RamBlocks(pages, ram) if ram else None
-    levels = Levels(pages, ModelFolder(path, limit, model, about), memory)
+    levels = Levels(pages, ModelFolder(path, limit, model, about), memory, shared=shared)
     made = KvTiers(manager, levels, model)
     made.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
     return made
@@ -81,10 +88,11 @@ def engine_on(
     model: bytes = MODEL,
     ram: int = 0,
     threaded: bool = False,
+    shared: bool = False,
 ) -> Engine:
     prepared(path)
     config = EngineConfig(snapshot_tokens=8) if runner.state_slots else EngineConfig()
-    make = partial(tiers, runner, path, limit, model, ram)
+    make = partial(tiers, runner, path, limit, model, ram, shared)
     return Engine(runner, threaded=threaded, config=config, tiers=make)
 
 
@@ -195,6 +203,62 @@ def test_main_memory_is_asked_before_the_disk(tmp_path: Path) -> None:
         assert (levels["ram"].read, levels["disk"].read) == (21, 21)
 
 
+def test_main_memory_has_whole_files() -> None:
+    """A store gets them as they are."""
+    tokens = np.arange(4, dtype=np.int32).tobytes()
+    block = BlockName(Kind.PAGE, MODEL, b"k" * 16, bytes(16), tokens)
+    ram = RamBlocks(FakePages(FakeRunner()), 10 << 10, HEADER)
+    ram.room(Kind.PAGE)[:] = range(32)
+    ram.keep(block)
+    value = ram.value(block)
+    assert value is not None and why_damaged(value.tobytes(), block.file) is None
+    value[-1] ^= 1
+    assert why_damaged(value.tobytes(), block.file) == "its checksum is wrong"
+
+
+def read_again(engine: Engine, chats: Sequence[list[int]], blocks: int) -> list[int]:
+    """Tokens of prompts that were not computed, of requests that waited while another one ran.
+
+    Args:
+        blocks: that are read from disk meanwhile, at most 15 before the next request comes.
+    """
+    level = lambda: engine.stats.kv_levels["disk"].read  # noqa: E731
+    running = engine.submit([blocks] * 20, greedy(1, 40))
+    waiting = []
+    for i, chat in enumerate(chats):
+        engine.step()
+        waiting.append(engine.submit(chat, greedy(2 + i, 3)))
+        for _ in range(20):
+            if level() < min(blocks, 15 * (i + 1)):
+                engine.step()
+                time.sleep(0.01)
+    assert level() == blocks and engine.stats.finished == 0
+    running.result()
+    answers = [handle.result().completions[0] for handle in waiting]
+    for i, (chat, answer) in enumerate(zip(chats, answers, strict=True)):
+        assert answer.token_ids == expected(chat, 2 + i, 3)
+    return [answer.stats.cached_tokens for answer in answers]
+
+
+def test_what_waits_is_read_beside_steps(tmp_path: Path) -> None:
+    chats = [[i] * 61 for i in range(3)]
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert [answered(engine, chat) for chat in chats] == [0] * 3
+    # Pages for the one that runs and another one: what is read for the second pushes out nothing of
+    # the first.
+    with engine_on(tmp_path, FakeRunner(num_pages=35, max_num_seqs=1)) as engine:
+        assert read_again(engine, chats, 15) == [60] * 3
+    # For that one alone: blocks come to main memory.
+    with engine_on(tmp_path, FakeRunner(num_pages=20), ram=100 * 32) as engine:
+        assert read_again(engine, chats, 45) == [60] * 3
+        assert engine.stats.kv_levels["disk"].read == 45
+    # No seat, and somebody must be asked for blocks.
+    with engine_on(tmp_path / "2", FakeRunner(max_num_seqs=1), shared=True) as engine:
+        with engine_on(tmp_path / "2", FakeRunner()) as other:
+            assert answered(other, chats[0]) == 0
+        assert read_again(engine, chats[:1], 15) == [60]
+
+
 def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
     chats = [[i] * 30 for i in range(3)]
     with engine_on(tmp_path, FakeRunner()) as engine:
@@ -212,6 +276,10 @@ def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
         assert tiers.held([bytes(16)]) == Held(0)
         tiers.shared = False
         assert answered(engine, chats[2]) == 28
+        KvTiers.computed(tiers, 10**9, 1.0)
+        assert answered(engine, [7] * 30) == 0
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, [7] * 30) == 0, "it was not worth writing"
 
 
 def test_blocks_that_are_cleared_are_computed(tmp_path: Path) -> None:
@@ -242,7 +310,7 @@ def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None
 
 
 def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kv_tiers.folder._LOOK_SECONDS", 0)
+    monkeypatch.setattr("runtime.kv_tiers.blocks.folder._LOOK_SECONDS", 0)
     with (
         engine_on(tmp_path, FakeRunner()) as first,
         engine_on(tmp_path, FakeRunner()) as second,
@@ -271,6 +339,7 @@ def test_a_full_disk_is_told_once_and_requests_go_on(
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    assert EngineConfig(kv_disk=str(tmp_path)).kv_disk == tmp_path  # type: ignore[arg-type]
     with pytest.raises(PykernelsError, match="no blocks"):
         clear(tmp_path)
     (tmp_path / "thesis.tex").touch()

@@ -18,7 +18,6 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.step import RefExecutable
 from runtime.passes import (
     defer,
-    fewest_deferred,
     gpu_experts,
     offload,
     skip,
@@ -326,12 +325,6 @@ def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
         assert rewrite(program, 3, least=1)
         with pytest.raises(PykernelsError, match="Use 0 to 2"):
             rewrite(program, 3)
-
-
-def test_as_few_are_deferred_as_keep_the_cpu_busy() -> None:
-    assert fewest_deferred(8, expert_s=1.0, other_s=2.5) == 3
-    assert fewest_deferred(8, expert_s=1.0, other_s=20.0) == 6  # two stay
-    assert fewest_deferred(8, expert_s=1.0, other_s=0.0) == 0  # nothing to overlap with
 
 
 def test_equal_weights_are_split_in_their_order() -> None:

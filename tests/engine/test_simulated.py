@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +13,23 @@ from model.llm import meta_decoder
 from model.planner.machine_file import parse_machine, read_machine
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
-from runtime.devices.sim.machine import Machine
+from runtime.devices.sim.deferral import with_deferral
+from runtime.devices.sim.machine import Kernel, Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import simulate
+from runtime.passes.shard import sent_bytes, stripe
 from runtime.passes.stream_weights import StreamRing
 from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase
 from runtime.planning.placement import Placement
 from runtime.planning.streaming import Streaming
 from runtime.planning.work import weight_bytes
+from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
 from ..model import tiny
 
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 FAST = {"default": {"tflops": 1e6}}
 MACHINE = {
     "name": "bytes alone",
@@ -58,10 +63,14 @@ def machine() -> Machine:
     return parse_machine(MACHINE, Path("machine.yaml"))
 
 
-def decoding(folder: Path, placement: Placement, deferred: int = 0) -> Compiled:
-    tiny.make(folder, "qwen3_moe", num_hidden_layers=3)
+def decoding(folder: Path, placement: Placement, deferred: int = 0, **config: object) -> Compiled:
+    tiny.make(folder, "qwen3_moe", num_hidden_layers=3, **config)
     plan = ExecutionPlan(StepSizes(1, 1, 1), placement, deferred=deferred)
     return compile(meta_decoder(folder), plan, Phase.DECODE)
+
+
+def nbytes(program: Program, name: str) -> int:
+    return math.prod(program.shape(name)) * program.buffers[name].dtype.itemsize
 
 
 def test_a_step_takes_as_long_as_reading_its_bytes(tmp_path: Path, machine: Machine) -> None:
@@ -75,10 +84,41 @@ def test_a_gpu_of_no_time_leaves_the_experts_of_the_cpu(tmp_path: Path, machine:
     beside = Placement("cuda:0", "cpu")
     compiled = decoding(tmp_path, beside)
     read = weight_bytes(compiled.program, device="cpu") / 0.5e9
-    assert simulate(compiled, machine, Load()).seconds == pytest.approx(read, rel=1e-3)
+    program = compiled.program
+    experts = [node for node in program.nodes if node.device == "cpu"]
+    sent = sum(nbytes(program, name) for node in experts for name in (*node.reads, *node.writes))
+    taken = read + sent / 0.25e9  # activations there and back over the link
+    assert simulate(compiled, machine, Load()).seconds == pytest.approx(taken, rel=1e-3)
     # Deferred experts are read later, and no others: nothing is gained where the GPU takes no time.
     deferring = simulate(decoding(tmp_path, beside, 1), machine, Load())
-    assert deferring.seconds == pytest.approx(read, rel=1e-3)
+    assert read < deferring.seconds < 1.001 * taken
+
+
+def test_a_long_context_adds_the_bytes_of_its_keys(tmp_path: Path, machine: Machine) -> None:
+    """Of each sequence, in layers without a window; a window's layers read no more than that."""
+    window = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 0}
+    compiled = decoding(tmp_path, Placement("cuda:0", "cuda:0"), layer_types=TYPES, **window)
+    gpu = replace(machine.gpu, read_gbps=1.0, attention_share=0.5)  # type: ignore[type-var]
+    slow = replace(machine, gpu=gpu)
+    times = [simulate(compiled, slow, Load(2, n, 2)).seconds for n in (256, 4096)]
+    key = 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    added = 2 * (4096 - 256) * key  # sequences
+    assert times[1] - times[0] == pytest.approx(added / 0.5e9, rel=1e-3)
+
+
+def test_latents_in_fp8_are_decoded_before_heads_multiply_them(
+    tmp_path: Path, machine: Machine
+) -> None:
+    tiny.make(tmp_path, "deepseek_v3")
+    model = replace(meta_decoder(tmp_path), kv_dtype="fp8")
+    plan = ExecutionPlan(StepSizes(1, 1, 1), Placement("cuda:0", "cuda:0"))
+    compiled = compile(model, plan, Phase.DECODE)
+    times = []
+    for gnumbers in (None, 1e-3):
+        gpu = replace(machine.gpu, fp8_latents_gnumbers_s=gnumbers)  # type: ignore[type-var]
+        times.append(simulate(compiled, replace(machine, gpu=gpu), Load(1, 1000)).seconds)
+    numbers = 1000 * 32 * len(model.layers)  # kv_lora_rank
+    assert times[1] - times[0] == pytest.approx(numbers / 1e6, rel=1e-3)
 
 
 def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine) -> None:
@@ -91,6 +131,38 @@ def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine)
     plain = simulate(compiled, machine, Load()).seconds
     deferring = simulate(decoding(tmp_path, beside, 1), machine, Load()).seconds
     assert read < deferring < plain
+
+
+@pytest.mark.parametrize(
+    ("experts_long", "sequences", "wanted"),
+    [(0.01, 1, 0), (0.5, 1, 1), (2.5, 1, 3), (5.5, 1, 6), (2.5, 64, 0)],
+)
+def test_as_many_are_deferred_as_hide_the_gpu(
+    tmp_path: Path, machine: Machine, experts_long: float, sequences: int, wanted: int
+) -> None:
+    """SOSP'25 4.2: as few of 8 experts as take as long as what is between two layers, here reading
+    a context; two stay. 64 sequences read all experts, deferred or not: none would hide it."""
+    tiny.make(tmp_path, "qwen3_moe", num_experts=32, num_experts_per_tok=8, num_hidden_layers=4)
+    model, context = meta_decoder(tmp_path), 4096
+    plan = ExecutionPlan(
+        StepSizes(sequences, sequences, sequences),
+        Placement("cuda:0", "cpu"),
+        chooses_deferral=True,
+    )
+    program = model.lower()
+    experts = next(node for node in program.nodes if node.op == "moe_ffn")
+    seconds = experts_long * program.weight(experts, "experts").bytes_per_expert / 0.5e9
+    read = context * 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    gpu = replace(  # type: ignore[type-var]
+        machine.gpu, read_gbps=read / seconds / 1e9, attention_share=1.0, linear_share=1.0
+    )
+    assert gpu is not None
+    kernels = {"default": Kernel(1e6)}
+    there = replace(machine, gpu=replace(gpu, kernels=kernels))
+    # What the GPU reads besides takes no time beside such a context.
+    found = with_deferral(plan, model, there, Load(sequences, context, sequences))
+    assert found.deferred == wanted and not found.is_open
+    assert found.decisions[-1].startswith(f"defer: {wanted or 'no'} expert")
 
 
 @pytest.mark.parametrize("contended", [None, 0.5])
@@ -119,6 +191,43 @@ def test_the_cpu_and_the_link_share_main_memory(tmp_path: Path, machine: Machine
     cpu = replace(machine.cpu, contended_gbps=0.5)
     shared = simulate(compiled, replace(machine, cpu=cpu), Load(64, 32)).seconds
     assert alone * 1.05 < shared < alone * 1.6
+
+
+@pytest.mark.parametrize(("contended", "over_one"), [(None, 0.5), (0.25, 1.0)])
+def test_each_gpu_streams_its_own_experts(
+    tmp_path: Path, machine: Machine, contended: float | None, over_one: float
+) -> None:
+    """Two links bring a layer's experts in half the time, unless main memory is one link's."""
+    assert machine.gpu is not None
+    gpu = replace(machine.gpu, count=2, peer_gbps=1e9, peer_us=0)
+    machine = replace(machine, cpu=replace(machine.cpu, contended_gbps=contended), gpu=gpu)
+    load = Load(64, 32)
+    one, two = (simulate(dslp(tmp_path, gpus), machine, load).seconds for gpus in (1, 2))
+    assert two / one == pytest.approx(over_one, rel=0.05)
+
+
+def test_gpus_wait_for_what_collectives_send(tmp_path: Path, machine: Machine) -> None:
+    """A slower peer link costs the bytes that the other rank's collectives send over it."""
+    assert machine.gpu is not None
+    compiled, took = dslp(tmp_path, 2), list[float]()
+    for rate in (0.5, 0.25):
+        gpu = replace(machine.gpu, count=2, peer_us=0, peer_gbps=rate)
+        ran = simulate(compiled, replace(machine, gpu=gpu), Load(64, 32)).ran
+        took.append(sum(each.cost.seconds for each in ran if each.lane[0] == "cuda:0"))
+    program = meta_decoder(tmp_path).lower(StepSizes(64, 1, 1))
+    sent = sent_bytes(stripe(program, 2, attention="gather")[0])
+    assert took[1] - took[0] == pytest.approx(sum(sent.values()) / 0.5e9, rel=1e-3)
+
+
+def dslp(folder: Path, gpus: int) -> Compiled:
+    """A prompt of 64 tokens, streamed to so many GPUs."""
+    tiny.make(folder, "qwen3_moe", num_hidden_layers=3)
+    streaming = Streaming(StreamRing(2, 3), 64)
+    over = tuple(f"cuda:{i}" for i in range(gpus)) if gpus > 1 else ()
+    plan = ExecutionPlan(
+        StepSizes(64, 1, 1), Placement("cuda:0", "cpu"), streaming=streaming, stream_over=over
+    )
+    return compile(meta_decoder(folder), plan, Phase.STREAMED, 64)
 
 
 def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:

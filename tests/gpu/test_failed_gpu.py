@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -69,4 +70,5 @@ def test_a_gpu_that_fails_in_a_graph_ends_the_step() -> None:
         text=True,
         timeout=120,
     )
-    assert "cuda:1 failed: CUDA error" in found.stdout, found.stdout + found.stderr
+    # GPUs with access to each other's memory all report it, whichever is asked first.
+    assert re.search(r"cuda:[01] failed: CUDA error", found.stdout), found.stdout + found.stderr

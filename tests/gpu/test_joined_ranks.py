@@ -231,4 +231,5 @@ def test_logprobs_are_those_of_transformers(
     for name, cache in caches.items():
         if form == "stripes" and name.endswith((".k", ".v", ".latent", ".rope")) and name[0] == "l":
             there = caches[replica(name, names[1])].to(cache.device)
-            assert torch.equal(cache.view(torch.uint8), there.view(torch.uint8))
+            # Page 0 has no sequence; a first run, whose slots are 0, writes to it.
+            assert torch.equal(cache[1:].view(torch.uint8), there[1:].view(torch.uint8))

@@ -54,8 +54,9 @@ def test_requests_decode_while_a_step_is_parked(
             launch = prefill.launch
 
             def parked(batch: StepBatch) -> None:
-                launch(batch)
-                prefill.park(60)
+                with monkeypatch.context() as closed:  # before the GPU is past the last layer
+                    closed.setattr(prefill, "resume", lambda: prefill.park(60))
+                    launch(batch)
 
             monkeypatch.setattr(prefill, "launch", parked)
             second = engine.submit(prompts[1], params)

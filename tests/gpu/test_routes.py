@@ -24,6 +24,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2
 SIZES = 192, None, 48, 2, "generic"  # the first prompt has two chunks
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.all)])
 @pytest.mark.parametrize(
     ("family", "gpus", "route"),
     [
@@ -36,17 +37,17 @@ SIZES = 192, None, 48, 2, "generic"  # the first prompt has two chunks
     ],
 )
 def test_logprobs_are_transformers(
-    family: str, gpus: str, route: str, tmp_path: Path, device: torch.device
+    family: str, gpus: str, route: str, count: int, tmp_path: Path, device: torch.device
 ) -> None:
     """Of a second turn, too, which reads pages that the prompt's GPUs, and that decode steps have
     written."""
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"there are fewer than {count} GPUs")
     made = tiny.make(tmp_path, family, num_hidden_layers=2)
     options = CudaOptions("gpu", buckets=(48,), decode_buckets=(2,), gpus=gpus)
     if gpus != "tensor":
         options = CudaOptions("cpu", prefill="stream", decode_buckets=(2,), gpus=gpus)
-    names = "cuda:0,cuda:1" if device.type == "cuda" else "cpu,cpu"
+    names = ",".join(f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(count))
     found = list[tuple[torch.Tensor, torch.Tensor]]()
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:

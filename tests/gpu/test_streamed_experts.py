@@ -264,7 +264,7 @@ def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None
 
 @pytest.mark.parametrize(
     ("E", "topk", "bytes_a_number", "tokens"),
-    [(128, 8, 144 / 256, 8192), (256, 8, 1.0002, 32768), (8, 2, 144 / 256, 4096)],
+    [(128, 8, 144 / 256, 32768), (256, 8, 1.0002, 65536), (8, 2, 144 / 256, 8192)],
     ids=["qwen3-30b-q4_k", "deepseek-v3-fp8", "mixtral-q4_k"],
 )
 def test_steps_are_as_long_as_the_link_takes(

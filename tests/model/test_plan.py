@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from model.planner.machines import shipped
 
 from . import tiny
 
+LONGER = ["--defer", "auto:50000"]
 H200 = ["--machine", "h200-16-cores", "--context", "64", "--prompt", "64", "--answer", "16"]
 
 
@@ -78,6 +80,10 @@ def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
         (["qwen3-30b", *H200, "--device", "cuda:1"], "has no cuda:1"),
         (["qwen3-30b", "--machine", "h900"], "no machine 'h900'"),
         (["qwen9", *H200], "no known shape"),
+        (
+            ["qwen3-30b", *H200, "--device", "cuda:0", "--experts", "cpu", *LONGER],
+            "than there can be",
+        ),
         (["qwen3-30b", *H200, "--routing", "zipf"], "no law of routing"),
         (["qwen3-30b", *H200, "--sweep", "heads"], "a sweep of 'heads'"),
     ],
@@ -93,6 +99,26 @@ def test_a_configuration_without_sizes_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(file), *H200])
     assert result.exit_code == 2
     assert "no hidden_size and no num_hidden_layers" in " ".join(result.stderr.split())
+
+
+def test_some_layers_have_as_many_of_each_kind_as_all() -> None:
+    """Every fourth layer of Qwen3-Next has keys and values, the others states."""
+    some = open_subject("qwen3-next-80b").thinned(8).decoder.layers
+    assert Counter(type(layer.attention).__name__ for layer in some) == {
+        "GatedDeltaNet": 6,
+        "GQA": 2,
+    }
+
+
+def test_a_sweep_of_contexts_ends_where_the_model_does() -> None:
+    words = ["--layers", "2", "--vocab", "1024", "--device", "cuda:0", "--sweep", "context"]
+    found = planned("qwen3-30b", *H200[:2], *words)
+    rows: list[dict[str, float]] = found["sweep"]  # type: ignore[assignment]
+    assert [row["value"] for row in rows] == [1024 << i for i in range(6)]
+    assert "40960" in str(found["sweep_ended"])
+    # Keys and values of 2 layers, 4 heads of 128 numbers: what 16,384 more of them take to read.
+    added = 2 * 2 * 4 * 128 * 2 * 16384 / 4578e3
+    assert rows[-1]["us_per_step"] - rows[-2]["us_per_step"] == pytest.approx(added, rel=0.1)
 
 
 def test_a_change_gains_what_planning_it_would() -> None:

@@ -22,10 +22,14 @@ from typer.testing import CliRunner
 import model
 from model.cli.main import app
 from model.server.app import create_app
-from model.server.cluster.addresses import addresses
-from model.server.cluster.start import cluster_of
+from model.server.cluster.addresses import Address, addresses
+from model.server.cluster.node import Node
+from model.server.cluster.protocol import VERSION, NodeFacts
+from model.server.cluster.start import check_ways, cluster_of
 from model.server.http.settings import ServerSettings
 from model.server.loading import bound_socket
+from pykernels.errors import PykernelsError
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..mooncake import master
 from .conftest import Running, listening, running
@@ -175,6 +179,25 @@ def test_a_prefill_node_has_ended(cluster: Cluster, served: Running) -> None:
     assert answer.choices[0].text == alone.choices[0].text
 
 
+def test_pages_go_from_memory_to_memory(served: Running, tmp_path: Path) -> None:
+    """Without a store: the decode node has the pages of the prefill node, and computes those that
+    were in the memory of one that is killed."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    sizes = {"kv_transfer": "127.0.0.1", "kv_transfer_gib": 0.05, **SIZES}
+    with nodes(tmp_path / "log", "prefill", {"d": "decode"}, **sizes) as cluster:
+        asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+        for prompt in (PROMPT, "# " + PROMPT, "# " + PROMPT + PROMPT):
+            texts = [
+                each.completions.create(model=model, prompt=prompt, **asked).choices[0].text
+                for each, model in ((cluster.client(), "embedded"), (served.openai(), "tested"))
+            ]
+            assert texts[0] == texts[1]
+            read = cluster.figure("pykernels_kv_level_blocks_total", 'level="d peers",what="read"')
+            assert read == 6
+            cluster.process.kill()
+            cluster.process.wait()
+
+
 def test_pages_go_by_mooncake(
     master: tuple[str, subprocess.Popen[bytes]], served: Running, tmp_path: Path
 ) -> None:
@@ -210,7 +233,11 @@ def test_pages_go_by_mooncake(
     [
         (["--role", "router"], "--role router without a prefill node"),
         (["--role", "router", *P], "--role router without a decode node"),
-        (["--role", "prefill"], "--role prefill without anything that the nodes share"),
+        (["--role", "prefill", "--kv-transfer", "off"],
+         "--role prefill without anything that the nodes share"),
+        (["--role", "decode", "--kv-transfer", "203.0.113.7"],
+         "203.0.113.7 is no address of this machine"),
+        (["--kv-transfer", "127.0.0.1"], "kv-transfer 127.0.0.1 of a server that is no node"),
         (["--role", "cook"], "--role cook"),
         ([*P], "--prefill-node of a server that is no router"),
         (["--role", "router", *P, *D, *D], "2 nodes have the name 10.0.0.2:80"),
@@ -224,3 +251,33 @@ def test_pages_go_by_mooncake(
 def test_bad_input_is_one_line(given: list[str], told: str) -> None:
     result = CliRunner().invoke(app, ["serve", *given])
     assert result.exit_code and told in result.stderr, result.stderr
+
+
+def facts(ways: tuple[str, ...], session: str) -> NodeFacts:
+    peer = Peer(session, "00", 4096, 1, 0) if session else None
+    sizes = (1024, 1024, 100, 8, 16, 64, 1)
+    return NodeFacts(VERSION, "prefill", True, "m", "k", *sizes, (), (), ways, peer)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        ((("transfer tcp",), "10.0.0.1:1"), (("store",), ""),
+         "the nodes p and d have no way in common .*p has transfer tcp, d has store"),
+        ((("transfer tcp", "disk"), "10.0.0.1:1"), (("disk",), ""), None),
+        ((("transfer tcp",), "127.0.0.1:1"), (("transfer tcp",), "10.0.0.2:1"),
+         "p offers its pages at 127.0.0.1:1, which only its own machine reaches, and d is on"),
+    ],
+)  # fmt: skip
+def test_nodes_have_a_way(one: Any, other: Any, told: str | None) -> None:
+    pair = [
+        Node(Address(role, name, "http://x:1"), facts(*given))
+        for role, name, given in (("prefill", "p", one), ("decode", "d", other))
+    ]
+    said: list[object] = []
+    if told is None:
+        check_ways(pair, said.append)
+        assert said == ["pages go by disk: p to d"]
+    else:
+        with pytest.raises(PykernelsError, match=told):
+            check_ways(pair, said.append)

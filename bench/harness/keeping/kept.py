@@ -58,6 +58,7 @@ TABLES = {
     "cache": "bench.cache.table",
     "mixed": "bench.mixed.table",
     "load": "bench.load.table",
+    "contexts": "bench.contexts.table",
 }
 """Modules by the command: ``line(row)`` for the terminal, ``tables(results)`` to print at the end,
 and, where it has a plot, ``draw(results, path)``."""

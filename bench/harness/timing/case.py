@@ -1,7 +1,7 @@
 """One operation at one size, as a benchmark of the GPU times it.
 
 Each op's file in ``bench/cases`` (``attention.py``, ``moe.py``, ``linear.py``, ``router.py``,
-``small_ops.py``, ``step/unpack_tiles.py``) has
+``small_ops.py``, ``step/delta_net.py``, ``step/unpack_tiles.py``) has
 
 - ``cases(device, quick=False) -> Iterator[Case]``: the table's rows. A generator, so that one
   case's memory is free before the next one's is taken;
@@ -31,7 +31,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        op: attention, moe, linear, router, small_ops or unpack_tiles.
+        op: attention, moe, linear, router, delta_net, small_ops or unpack_tiles.
         name: what runs, the same for all sizes of it: "mla decode".
         params: sizes and formats, flat: they become columns of the JSON.
         run: one call of our kernel; capturable in a CUDA graph. It may take its next set of inputs

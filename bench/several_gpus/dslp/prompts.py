@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.option import option
 
-from ..ways import Way, count_gpus, named, numbers, on_all, on_first
+from ..ways import Way, count_gpus, named, numbers, on_first, on_some
 
 ACCESS = {"on": "", "off": ", no peers"}
 EXCHANGES = {"small_ep": "", "all_to_all": ", standard EP"}
@@ -30,6 +30,9 @@ class Prompts:
         False,
         f"Also by the CPU, beside the first GPU: prompts of at most {CPU_MOST} tokens.",
         kind=bool,
+    )
+    counts: str | None = option(
+        None, "So many GPUs share a prompt, after each other.", "N,M", shown="all of them"
     )
     peer_access: str = option(
         "on",
@@ -61,12 +64,13 @@ class Prompts:
 
 
 def ways_of(execution: ExecutionConfig, prompts: Prompts) -> list[Way]:
-    """The first GPU, and all of them by each exchange, with peer access and without."""
-    several = f"{count_gpus(execution.device)} GPUs"
+    """The first GPU, and several by each exchange, with peer access and without."""
     found = [Way("1 GPU", on_first(execution), WHOLE_STEPS)]
     for exchange in named("--exchange", prompts.exchange, tuple(EXCHANGES)):
         for access in named("--peer-access", prompts.peer_access, tuple(ACCESS)):
-            name = f"{several}{EXCHANGES[exchange]}{ACCESS[access]}"
             flags = {} if access == "on" else {"peer_access": "off"}
-            found.append(Way(name, on_all(execution, "dslp"), WHOLE_STEPS, flags, exchange))
+            for some in on_some(execution, "dslp", prompts.counts):
+                several = f"{count_gpus(some.device)} GPUs"
+                name = f"{several}{EXCHANGES[exchange]}{ACCESS[access]}"
+                found.append(Way(name, some, WHOLE_STEPS, flags, exchange))
     return found

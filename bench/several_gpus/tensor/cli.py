@@ -19,7 +19,7 @@ from ...e2e.cli import check_gpu, open_model
 from ...e2e.model_options import ModelOptions
 from ...harness.keeping.kept import AsJson, Save, keeping
 from ..budget import Budget, Minutes, bar
-from ..ways import Way, check_several, count_gpus, named, numbers, on_all, on_first
+from ..ways import Way, check_several, count_gpus, named, numbers, on_first, on_some
 
 GPUS = ("tensor", "pipeline")
 
@@ -32,6 +32,9 @@ class Cases:
     batches: str = option("1,4", "Sequences that decode.", "N,M")
     context: int = option(512, "Tokens in each one's cache before.", "N", kind=int, least=1)
     tokens: int = option(64, "Decode steps.", "N", kind=int, least=2)
+    counts: str | None = option(
+        None, "So many GPUs share the model, after each other.", "N,M", shown="all of them"
+    )
     rounds: int = option(3, "Of each, after one that warms up.", "N", kind=int, least=1)
     gpus: str = option(
         "tensor",
@@ -71,7 +74,7 @@ def tensor(
     check_several("tensor", execution)
     prompts = numbers("--prompts", cases.prompts, "512,4096")
     batches = numbers("--batches", cases.batches, "1,4")
-    ways = _ways(execution, cases.gpus)
+    ways = _ways(execution, cases)
     check_plot(plot)
     check_gpu(execution)
     execution = settled(execution)
@@ -114,10 +117,10 @@ def tensor(
             ours.close()
 
 
-def _ways(execution: ExecutionConfig, gpus: str) -> list[Way]:
-    """The first GPU, and all of them in each way of ``gpus``."""
+def _ways(execution: ExecutionConfig, cases: Cases) -> list[Way]:
+    """The first GPU, and several in each way of ``gpus``."""
     found = [Way("1 GPU", on_first(execution, experts="gpu"))]
-    for each in named("--gpus", gpus, GPUS):
-        name = f"{count_gpus(execution.device)} GPUs, {each}"
-        found.append(Way(name, on_all(execution, each, experts="gpu")))
+    for each in named("--gpus", cases.gpus, GPUS):
+        for some in on_some(execution, each, cases.counts, experts="gpu"):
+            found.append(Way(f"{count_gpus(some.device)} GPUs, {each}", some))
     return found

@@ -39,12 +39,30 @@ def nodes_of(role: str | None, prefill: Sequence[str], decode: Sequence[str]) ->
     return []
 
 
-def shared(engine: EngineConfig, role: str) -> EngineConfig:
-    """The settings of a node. Raises PykernelsError: it shares nothing with other nodes."""
-    if engine.kv_store is None and engine.kv_disk is None:
+def shared(engine: EngineConfig, settings: ServerSettings) -> EngineConfig:
+    """The settings of a node: where nobody says how it hands pages to others, by Mooncake's
+    Transfer Engine if that is here.
+
+    Raises:
+        PykernelsError: it shares nothing with other nodes.
+    """
+    from runtime.kv_tiers.transfer.endpoint import check_transfer, why_not
+
+    if engine.kv_transfer is None and engine.kv_store is None and why_not() is None:
+        host = settings.host
+        try:
+            check_transfer(host)
+        except PykernelsError as error:
+            raise PykernelsError(
+                error.cause, "Give this machine's address as --kv-transfer, or --kv-transfer off"
+            ) from error
+        engine = replace(engine, kv_transfer=host)
+    if not (engine.kv_store or engine.kv_disk or engine.transfer_host):
+        why = "" if engine.kv_transfer == "off" else f": {why_not()}"
         raise PykernelsError(
-            f"--role {role} without anything that the nodes share",
-            "Give all of them one --kv-store mooncake://HOST:PORT, or one --kv-disk DIR",
+            f"--role {settings.role} without anything that the nodes share{why}",
+            "Install pykernels[mooncake] everywhere, or give all of them one --kv-store"
+            " mooncake://HOST:PORT, or one --kv-disk DIR",
         )
     return replace(engine, kv_shared=True)
 

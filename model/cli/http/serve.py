@@ -89,7 +89,7 @@ def serve(
     if settings.role == ROUTER:
         check_unused(engine, execution, rules)
     elif settings.role is not None:
-        engine = shared(engine, settings.role)
+        engine = shared(engine, settings)
     path, execution = opened_with(execution, model, rules)
     settings = replace(
         settings,

@@ -23,6 +23,7 @@ from .messages import (
     AskHeld,
     Batch,
     Cancel,
+    Meet,
     Observe,
     Ready,
     Reply,
@@ -78,6 +79,8 @@ class Host:
                     self._answer(Reply(key, figures_of(self._llm)))
                 case AskHeld(key, keys):
                     self._answer(Reply(key, self._llm.engine.held(keys)))
+                case Meet(peers):
+                    self._llm.engine.meet(peers)
                 case Observe():
                     self._observe(message)
                 case Ready():

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
 from runtime.engine.pace import Speed
 from runtime.kv_cache.prefix import Held
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedLayer
 
 from ...text.settings import EngineSettings
@@ -56,6 +57,7 @@ class ModelFacts:
         num_pages, page_size: of the KV cache.
         routed_layers: those that choose experts.
         kv_model: what tells pages of its KV cache from those of another model, if they are shared.
+        ways: by which its pages go to other engines; ``peer``: where these find them in memory.
         workers: threads on the CPU; ``devices``: their names; ``parts``: what each computes.
     """
 
@@ -74,6 +76,8 @@ class ModelFacts:
     devices: tuple[str, ...]
     parts: tuple[DevicePart, ...] = ()
     kv_model: str = ""
+    ways: tuple[str, ...] = ()
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,10 @@ class ServedModel(Protocol):
 
     async def held(self, keys: Sequence[bytes]) -> Held:
         """What the engine has of a prompt with these keys of its full pages."""
+        ...
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """What is submitted from now on may have pages from these nodes' memory."""
         ...
 
     async def figures(self) -> Figures:

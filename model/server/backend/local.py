@@ -8,6 +8,7 @@ from functools import partial
 
 from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.kv_cache.prefix import Held
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.tracing.recorder import Recorder
 
 from ...llm import LLM
@@ -52,6 +53,9 @@ class LocalModel:
     async def held(self, keys: Sequence[bytes]) -> Held:
         return self.llm.engine.held(keys)
 
+    def meet(self, peers: Sequence[Peer]) -> None:
+        self.llm.engine.meet(peers)
+
     async def figures(self) -> Figures:
         return figures_of(self.llm)
 
@@ -63,7 +67,7 @@ class LocalModel:
 
 def facts_of(llm: LLM) -> ModelFacts:
     """What stays as it is of a model that an engine has."""
-    runner, engine = llm.runner, llm.engine
+    runner, engine, shares = llm.runner, llm.engine, llm.engine.handover
     program = runner.decode_steps[0].program if runner.decode_steps else None
     device_parts = () if program is None else parts(program, runner.expert_slots)
     return ModelFacts(
@@ -82,6 +86,8 @@ def facts_of(llm: LLM) -> ModelFacts:
         devices=tuple(part.device for part in device_parts),
         parts=device_parts,
         kv_model=engine.kv_model,
+        ways=() if shares is None else shares.ways,
+        peer=None if shares is None or shares.transfer is None else shares.transfer.peer,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedExperts
 
 from ..http.settings import ServerSettings
@@ -127,6 +128,12 @@ class AskHeld(NamedTuple):
 
     key: int
     keys: Sequence[bytes]
+
+
+class Meet(NamedTuple):
+    """Says which nodes there are: see ``ServedModel.meet``."""
+
+    peers: tuple[Peer, ...]
 
 
 class Observe(NamedTuple):

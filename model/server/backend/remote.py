@@ -16,10 +16,11 @@ from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.engine.requests.intake import Intake
 from runtime.engine.requests.request import Request, State
 from runtime.kv_cache.prefix import Held
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from .channel import Channel
 from .interface import Figures, ModelFacts
-from .messages import Ask, AskHeld, Batch, Cancel, Observe, Reply, Routed, Submit, Told
+from .messages import Ask, AskHeld, Batch, Cancel, Meet, Observe, Reply, Routed, Submit, Told
 from .mirror import grow, mirrored
 from .telling import error_of
 
@@ -81,6 +82,9 @@ class RemoteModel:
         self._channel.send(AskHeld(key, keys))
         found: Held = await asyncio.wrap_future(answer)
         return found
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        self._channel.send(Meet(tuple(peers)))
 
     async def figures(self) -> Figures:
         key, answer = self._asked()

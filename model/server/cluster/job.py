@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from runtime.engine import SamplingParams
 from runtime.engine.requests.request import Request, State, fork_seed
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from .protocol import params_body
 
@@ -19,6 +20,7 @@ class Job:
 
     Attributes:
         keys: of its full pages that may come from elsewhere.
+        peers: memory of nodes that have pages of it, the one with most of them first.
         cached: tokens that nobody had to compute; None: the node that writes the answer knows.
         began: when it was submitted.
     """
@@ -31,6 +33,7 @@ class Job:
     keys: list[str]
     began: float = field(default_factory=time.monotonic)
     cached: int | None = None
+    peers: list[Peer] = field(default_factory=list)
 
     def open(self, outputs: Sequence[int]) -> list[int]:
         """Those that have not ended."""
@@ -60,4 +63,14 @@ class Job:
             "grammar": self.grammar,
             "special": self.special,
             "drawn": drawn,
+            "peers": self._peers,
         }
+
+    def prefill_body(self) -> dict[str, Any]:
+        """What a node is asked for that only reads it."""
+        asked = {"prompt": self.prompt, "keys": self.keys, "peers": self._peers}
+        return {**asked, "priority": self.params.priority}
+
+    @property
+    def _peers(self) -> list[dict[str, Any]]:
+        return [asdict(peer) for peer in self.peers]

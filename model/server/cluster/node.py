@@ -89,6 +89,9 @@ class Node:
             return
         if facts.ready and not self.up:
             LOG.warning("the %s node %s takes requests", self.role, self.name)
+        if facts.ways != self.facts.ways:
+            ways = ", ".join(facts.ways) or "no way"
+            LOG.warning("the %s node %s hands pages over by %s now", self.role, self.name, ways)
         self.facts, self.up = facts, facts.ready
 
     async def count(self) -> None:
@@ -108,9 +111,8 @@ class Node:
         except (httpx2.HTTPError, ValueError, TypeError) as error:
             raise NodeLost(_why(error)) from error
 
-    async def prefill(self, prompt: Sequence[int], keys: Sequence[str], priority: int) -> Prefilled:
+    async def prefill(self, body: Mapping[str, Any]) -> Prefilled:
         """Has it read a prompt, and share its pages. Raises NodeLost."""
-        body = {"prompt": prompt, "keys": keys, "priority": priority}
         async for line in self._lines("prefill", body):
             told = json.loads(line)
             if "error" in told:

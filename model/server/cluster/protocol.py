@@ -6,8 +6,11 @@ line, or one that begins with a colon, says that it is still there.
     GET  node             what it is (``NodeFacts``)
     GET  node/stats       its engine's counts (``EngineStats``)
     POST node/held        {keys}: what it has of a prompt (``Held``)
-    POST node/prefill     {prompt, keys}: reads a prompt, shares its pages (``Prefilled``)
-    POST node/generate    {prompt, params, grammar, special, drawn}: events (``Told``, ``Routed``)
+    POST node/prefill     {prompt, keys, peers}: reads a prompt, shares its pages (``Prefilled``)
+    POST node/generate    {prompt, params, grammar, special, drawn, peers}: events (``Told``,
+                          ``Routed``)
+
+``peers`` are nodes whose memory has pages of the prompt (``Peer``).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pydantic import TypeAdapter
 
 from runtime.engine import EngineStats, RequestStats, SamplingParams, TokenLogprob
 from runtime.kv_tiers.stats import LevelStats
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedExperts, RoutedLayer
 
 from ..backend.interface import DevicePart
@@ -30,7 +34,7 @@ from ..backend.messages import Failure, Routed, Told
 from ..http.frames import json_bytes
 
 PATH = "/v1/pykernels/node"
-VERSION = 1
+VERSION = 2
 """Of all this: a router takes no node of another one."""
 
 
@@ -57,6 +61,8 @@ class NodeFacts:
     workers: int
     routed_layers: tuple[RoutedLayer, ...]
     parts: tuple[DevicePart, ...]
+    ways: tuple[str, ...] = ()
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True)

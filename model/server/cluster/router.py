@@ -1,8 +1,9 @@
 """A model on several nodes: prompts are read by some, answers written by others.
 
-A prompt's pages go from the node that reads it to the one that writes its answer by what both share
-(``--kv-store``, ``--kv-disk``), by the keys of ``kv_cache.prefix``. A node that is lost costs work
-and no answer: another one reads the prompt again, and goes on behind the tokens that were told.
+A prompt's pages go from the node that reads it to the one that writes its answer by what both have:
+their memory, ``--kv-store`` or ``--kv-disk``, by the keys of ``kv_cache.prefix``. A node that is
+lost costs work and no answer: another one reads the prompt again, and goes on behind the tokens
+that were told.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from runtime.engine import AsyncRequestHandle, EngineBusy, SamplingParams
 from runtime.engine.requests.intake import Intake
 from runtime.engine.requests.request import Request, State
 from runtime.kv_cache.prefix import Held, PageKey, extend_keys
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..backend.interface import Figures, ModelFacts, NodeFigures
 from ..backend.messages import Routed, Told
@@ -36,6 +38,8 @@ from .policy import Candidate, decode_node, is_read_elsewhere, prefill_node
 from .protocol import summed
 
 _LOOK_SECONDS = 1.0
+_MOST_PEERS = 4
+"""Whose memory a node is to look into for one prompt."""
 _WAIT_SECONDS = 60.0
 """For a node to come up, while a request waits for one."""
 _POLL_SECONDS = 0.05
@@ -195,6 +199,7 @@ class ClusterModel:
             if not writers:
                 continue
             pages, stored = len(job.keys), max(each.stored for each in held.values())
+            job.peers = _peers(held)
             chosen, writer = best(writers, partial(decode_node, pages=pages), held)
             # Log-probabilities of the prompt's own tokens are computed where they are told.
             own = job.params.logprob_start is not None or not held[writer].takes
@@ -214,9 +219,11 @@ class ClusterModel:
             for other in held:  # which may have been slow but once
                 other.rate.hope()
             with suppress(NodeLost), reader.working(0, tokens - chosen.held * size):
-                done = await reader.prefill(job.prompt, job.keys, job.params.priority)
+                done = await reader.prefill(job.prefill_body())
                 if job.cached is None:
                     job.cached = done.cached
+                if reader.facts.peer is not None:
+                    job.peers = [reader.facts.peer, *job.peers][:_MOST_PEERS]
                 return
 
     async def _ups(self, end: float) -> list[Node]:
@@ -245,6 +252,9 @@ class ClusterModel:
     async def held(self, keys: Sequence[bytes]) -> Held:
         return Held(0)
 
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """A router has no memory for pages."""
+
     async def figures(self) -> Figures:
         await asyncio.gather(*(node.count() for node in self.nodes if node.up))
         nodes = tuple(
@@ -255,6 +265,13 @@ class ClusterModel:
 
     def observe(self, steps: int, title: str) -> tuple[Future[None], Callable[[], bytes]]:
         raise PykernelsError("A router computes no steps", "Ask one of its nodes")
+
+
+def _peers(held: Mapping[Node, Held]) -> list[Peer]:
+    """Memory of the nodes that have most of a prompt there."""
+    have = [(each.stored, n.facts.peer) for n, each in held.items() if each.stored]
+    have.sort(key=lambda each: each[0], reverse=True)
+    return [peer for _, peer in have if peer is not None][:_MOST_PEERS]
 
 
 def best(

@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from pykernels.errors import PykernelsError
 from runtime.engine import AsyncRequestHandle, EngineBusy, SamplingParams
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..backend.telling import Teller
 from ..http.errors import ApiError, bad_request, of_ours
@@ -30,6 +31,16 @@ _STORE_SECONDS = 30.0
 _POLL_SECONDS = 0.002
 
 
+def _peer(given: object) -> Peer:
+    try:
+        return Peer(**given)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError("it is no node's memory") from error
+
+
+_Peers = Annotated[list[Annotated[Peer, BeforeValidator(_peer)]], Field(max_length=64)]
+
+
 class HeldRequest(Body):
     keys: list[str]
 
@@ -38,6 +49,7 @@ class PrefillRequest(Body):
     prompt: list[int] = Field(min_length=1)
     keys: list[str]
     priority: int = 0
+    peers: _Peers = []
 
 
 class GenerateRequest(Body):
@@ -46,6 +58,7 @@ class GenerateRequest(Body):
     grammar: str | None = None
     special: list[str] = []
     drawn: list[int] = []
+    peers: _Peers = []
 
 
 def node_routes(served: Served) -> APIRouter:
@@ -72,6 +85,7 @@ def node_routes(served: Served) -> APIRouter:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, ignore_eos=True, priority=body.priority
         )
+        model.meet(body.peers)
         handle = _submitted(served, body.prompt, params)
         return _lines(served, _prefilled(served, handle, keys))
 
@@ -86,6 +100,7 @@ def node_routes(served: Served) -> APIRouter:
         served.enter(request, params.n)
         if body.grammar is not None:
             params = replace(params, constraint=await served.grammar(body.grammar))
+        model.meet(body.peers)
         handle = _submitted(served, body.prompt, params, body.special, body.drawn)
         return _lines(served, _told(handle))
 
@@ -109,6 +124,8 @@ def _facts(served: Served) -> NodeFacts:
         workers=facts.workers,
         routed_layers=facts.routed_layers,
         parts=facts.parts,
+        ways=facts.ways,
+        peer=facts.peer,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import httpx2
@@ -15,7 +16,7 @@ from ...checkpoint.config import read_config
 from ...load import texts_of
 from ...text.settings import engine_settings
 from ..backend.interface import ConfigFacts, DevicePart, ModelFacts
-from ..http.settings import DECODE, ServerSettings
+from ..http.settings import DECODE, PREFILL, ServerSettings
 from ..serving.admission import AGEING_SECONDS
 from .addresses import Address
 from .node import TIMEOUT, Node, NodeLost, facts_of
@@ -43,6 +44,7 @@ def cluster_of(
     generation, tokenizer, eos = texts_of(folder, config)
     nodes = [Node(address, _awaited(address, settings.api_key, tell)) for address in addresses]
     _check_same(nodes, config.model_type)
+    check_ways(nodes, tell)
     seats = sum(node.facts.max_num_seqs for node in nodes if node.role == DECODE)
     first, vocab_size = nodes[0].facts, nodes[0].facts.vocab_size
     least = {
@@ -97,6 +99,35 @@ def _check_same(nodes: Sequence[Node], model_type: str) -> None:
                 "Give both one --kv-dtype and --defer, and one --model whose files have the same"
                 " times: from the hub, or copied with cp -p or rsync -t",
             )
+
+
+def check_ways(nodes: Sequence[Node], tell: Callable[[str], object]) -> None:
+    """Tells by which ways prompts go from nodes that read them to those that write answers.
+
+    Raises:
+        PykernelsError: there is none between two of them, or one cannot be reached.
+    """
+    near = [n for n in nodes if n.facts.peer is not None and n.facts.peer.is_local]
+    far = [n for n in nodes if n.facts.peer is not None and not n.facts.peer.is_local]
+    if near and far and near[0].facts.peer is not None:
+        raise PykernelsError(
+            f"the node {near[0].name} offers its pages at {near[0].facts.peer.session}, which only"
+            f" its own machine reaches, and {far[0].name} is on another one",
+            "Give it its machine's address as --kv-transfer",
+        )
+    pairs: dict[str, list[str]] = {}
+    for one, other in product(*([n for n in nodes if n.role == r] for r in (PREFILL, DECODE))):
+        way = next((way for way in one.facts.ways if way in other.facts.ways), None)
+        if way is None:
+            have = [", ".join(node.facts.ways) or "none" for node in (one, other)]
+            raise PykernelsError(
+                f"the nodes {one.name} and {other.name} have no way in common to hand over pages:"
+                f" {one.name} has {have[0]}, {other.name} has {have[1]}",
+                "Install pykernels[mooncake] on both, or give both one --kv-store or --kv-disk",
+            )
+        pairs.setdefault(way, []).append(f"{one.name} to {other.name}")
+    for way, between in pairs.items():
+        tell(f"pages go by {way}: {', '.join(between)}")
 
 
 def _parts(node: Node) -> list[DevicePart]:

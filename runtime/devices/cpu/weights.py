@@ -12,6 +12,7 @@ from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, get_format
 from pykernels.quant.split import Experts, SplitExperts
 
 from ...experts.sharding import allocate_experts
+from ...machine.memory import collapse
 from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...program import Program
 from ...program.node import Node
@@ -131,8 +132,23 @@ def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Ex
         assert isinstance(mapped, PackedExperts)
         made.take(mapped)
         return made
+    last: Expert | None = None
     for e, expert in enumerate(experts_of(spec, store)):
         matrices, biases = expert()
-        with naming(spec, e):
-            made.pack(e, *matrices, biases=biases)
+        if last is not None and matrices is last[0] and biases is last[1]:
+            _repeat(made, e)
+        else:
+            with naming(spec, e):
+                made.pack(e, *matrices, biases=biases)
+        last = matrices, biases
     return made
+
+
+def _repeat(made: Experts, expert: int) -> None:
+    """Packs what the expert before has, which random models have in all of a layer: its tiles are
+    copied, by NumPy, since threads of torch's would wait for each other on the workers' cores."""
+    for part in made.slices:
+        for section in part.sections:
+            section[expert].numpy()[...] = section[expert - 1].numpy()
+            collapse(section[expert])
+        part.packed[expert] = True

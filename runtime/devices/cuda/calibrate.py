@@ -17,11 +17,9 @@ from ...planning.compile import compile
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.gpu.kv import with_attention
 from ...planning.gpu.with_rates import (
-    DecodeTimes,
     check_split,
     fits_split,
     splits,
-    with_deferral,
     with_link,
     with_pinned,
     with_rates,
@@ -29,10 +27,8 @@ from ...planning.gpu.with_rates import (
 from ...planning.prefill_rates import Rates
 from ...planning.streaming import Streaming
 from ...program import Program
-from ...program.step_inputs import STATE_SLOTS
 from ...program.weights import WeightStore
 from ...runner.batch import StepBatch
-from ...runner.measured.deferral import decode_times
 from ...runner.measured.kept_rates import kept_rates
 from ...runner.measured.kv_attention import context_of, decode_seconds
 from ...runner.measured.prefill import measured_rates
@@ -60,18 +56,11 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan, gpus: Gpus) -> Exe
     """
     probe = Probe(resources, plan)
     try:
-        if plan.measures_deferral:
-            plan = _with_deferral(plan, probe)
         if plan.measures_kv:
             plan = _with_kv_attention(plan, probe)
         return _with_prompts(resources, plan, probe, gpus) if plan.measures_prompts else plan
     finally:
         probe.close()
-
-
-def _with_deferral(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
-    step = probe.step(plan, Phase.DECODE)
-    return with_deferral(plan, step.program, probe.decode_times(step))
 
 
 def _with_kv_attention(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
@@ -125,14 +114,6 @@ class Probe(CudaStepRunner):
     ) -> CudaExecutable:
         """One by a plan of the same sizes."""
         return self.make_step(compile(self.model, plan, phase, tokens, share), self._inputs)
-
-    def decode_times(self, step: CudaExecutable) -> DecodeTimes | None:
-        """The times of a decode step of one token; None: nothing of it is on the CPU."""
-        if step.cpu is None:
-            return None
-        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
-        self._inputs["slot_mapping"][0] = self._inputs[STATE_SLOTS][0] = 0
-        return decode_times(step.program, step.cpu.jobs.jobs, step.run)
 
     def decode_seconds(self, plan: ExecutionPlan, context: int) -> float:
         """Seconds of a one-token step with so many keys, by a plan of the same sizes."""

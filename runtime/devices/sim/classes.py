@@ -91,5 +91,7 @@ def gpu_of(name: str, memory_gib: float, count: int = 1) -> Gpu:
         read_gbps=read,
         link_gbps=link,
         attention_tflops=450 * part,
+        latent_attention_tflops=600 * part,
+        fp8_latents_gnumbers_s=2100 * part,
         kernels=MappingProxyType(kernels),
     )

@@ -84,10 +84,16 @@ class Gpu:
         count: how many; ``memory_gib``: of each.
         read_gbps, kernels, and those of attention: as of ``Cpu``.
         experts_share, linear_share: likewise; what else a kernel takes is ``launch_us``.
+        attention_share: likewise of keys and values; ``fp8_latents_gnumbers_s``: 1e9 numbers of
+            latents a second that are decoded from FP8 before heads multiply them; None: for
+            nothing.
         launch_us: from the end of a kernel to the begin of the next in a CUDA graph, and what a
             kernel takes that reads next to nothing.
+        host_us: that Python and the driver take to launch a kernel, where no CUDA graph does.
         hop_us: to the CPU's workers and back, at flags.
-        link_gbps: 1e9 bytes a second from main memory.
+        link_gbps: 1e9 bytes a second from main memory, and as many to it at once.
+        peer_gbps: from another GPU; None: what it sends goes through main memory.
+        peer_us: to another GPU and back, at flags.
     """
 
     name: str
@@ -99,9 +105,14 @@ class Gpu:
     count: int = 1
     experts_share: float = 0.86
     linear_share: float = 0.86
+    attention_share: float = 0.93
     latent_attention_tflops: float | None = None
+    fp8_latents_gnumbers_s: float | None = None
     launch_us: float = 3.6
+    host_us: float = 0.0
     hop_us: float = 10.0
+    peer_gbps: float | None = None
+    peer_us: float = 10.0
 
 
 @dataclass(frozen=True)

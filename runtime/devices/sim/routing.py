@@ -36,6 +36,12 @@ class Routing:
         each = self.taken(E, topk)[first : None if last < 0 else last]
         return sum(each) / topk if topk else 0.0
 
+    def slowest(self, E: int, topk: float, cores: int) -> float:
+        """How much more work than all on average a core has, where each has some experts from the
+        beginning, dealt from the most to the least chosen."""
+        each = self.taken(E, topk)
+        return max(sum(each[core::cores]) for core in range(cores)) * min(cores, E) / topk
+
     def taken(self, E: int, topk: float) -> tuple[float, ...]:
         """By rank, the chance that a token takes an expert; they add up to ``topk``."""
         return _taken(E, topk, self.zipf, self.counts)

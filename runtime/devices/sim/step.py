@@ -2,7 +2,8 @@
 
 Every device has lanes that do one thing at a time: the CPU its workers, a GPU its streams. A
 node begins when its lane is free and what it reads is there. What runs at once shares main
-memory: where all of it together wants more than there is, all go slower by the same factor.
+memory, and what comes to a GPU its link: where all of it together wants more than there is, all go
+slower by the same factor.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ...planning.compile import Compiled
 from ...planning.placement import CPU
 from ...program import Node
 from ...program.analysis import dependencies, on_streams
-from .cost import HOP, HOST, Cost, CostModel, Load
+from .cost import CostModel, Load
 from .machine import Machine
+from .terms import HOST, Cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,19 @@ class _Task:
     last: int = -1  # the task for which it waited longest
 
 
-def simulate(compiled: Compiled, machine: Machine, load: Load) -> SimulatedStep:
+def simulate(
+    compiled: Compiled, machine: Machine, load: Load, beside_gbps: float = 0.0
+) -> SimulatedStep:
     """Runs a step of a program on a machine.
 
     Args:
         compiled: of a plan whose devices the machine has.
+        beside_gbps: 1e9 bytes a second of main memory that something else takes meanwhile.
     """
     tasks = _tasks(compiled, machine, load)
-    total = machine.cpu.contended_gbps or machine.cpu.read_gbps
-    _run(tasks, total * 1e9, (machine.gpu.hop_us * 0.5e-6) if machine.gpu else 0.0)
+    total = (machine.cpu.contended_gbps or machine.cpu.read_gbps) - beside_gbps
+    link = machine.gpu.link_gbps if machine.gpu else 0.0
+    _run(tasks, {CPU: total * 1e9} | dict.fromkeys(machine.gpus, link * 1e9))
     end = max((task.end for task in tasks), default=0.0)
     host = (machine.engine.step_us if load.decodes else machine.engine.prompt_us) * 1e-6
     ran = tuple(Ran(t.node, t.lane, t.begin, t.end, t.cost.seconds, t.cost) for t in tasks)
@@ -122,20 +128,22 @@ def _tasks(compiled: Compiled, machine: Machine, load: Load) -> list[_Task]:
     return tasks
 
 
-def _run(tasks: list[_Task], main_bytes_s: float, hop: float) -> None:
-    """Gives every task its begin and end."""
+def _run(tasks: list[_Task], roofs: Mapping[str, float]) -> None:
+    """Gives every task its begin and end.
+
+    Args:
+        roofs: bytes a second of main memory, as "cpu", and of the link of each GPU.
+    """
     queues: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
         queues[task.lane].append(i)
     running: dict[tuple[str, str], int] = {}
     now = 0.0
     while running or any(queues.values()):
-        _begin(tasks, queues, running, now, hop)
+        _begin(tasks, queues, running, now)
         if not running:  # the rest took no time
             break
-        wanted = sum(t.cost.main_bytes / t.cost.seconds for t in _demanding(tasks, running))
-        slower = max(1.0, wanted / main_bytes_s)
-        paces = {lane: slower if tasks[i].cost.main_bytes else 1.0 for lane, i in running.items()}
+        paces = _paces(tasks, running, roofs)
         took = min(tasks[i].left * paces[lane] for lane, i in running.items())
         now += took
         for lane, i in list(running.items()):
@@ -145,9 +153,22 @@ def _run(tasks: list[_Task], main_bytes_s: float, hop: float) -> None:
                 del running[lane]
 
 
-def _demanding(tasks: list[_Task], running: Mapping[tuple[str, str], int]) -> list[_Task]:
-    found = (tasks[i] for i in running.values())
-    return [task for task in found if task.cost.main_bytes and task.cost.seconds]
+def _paces(
+    tasks: list[_Task], running: Mapping[tuple[str, str], int], roofs: Mapping[str, float]
+) -> dict[tuple[str, str], float]:
+    """By how much what runs is slower than alone."""
+    wanted: dict[str, float] = defaultdict(float)
+    shares: dict[tuple[str, str], list[str]] = {}
+    for lane, i in running.items():
+        cost, shares[lane] = tasks[i].cost, []
+        for name, nbytes in ((CPU, cost.main_bytes), (lane[0], cost.link_bytes)):
+            if nbytes and cost.seconds:
+                wanted[name] += nbytes / cost.seconds
+                shares[lane].append(name)
+    slower = {name: max(1.0, rate / roofs[name]) for name, rate in wanted.items()}
+    return {
+        lane: max((slower[name] for name in names), default=1.0) for lane, names in shares.items()
+    }
 
 
 def _begin(
@@ -155,7 +176,6 @@ def _begin(
     queues: Mapping[tuple[str, str], list[int]],
     running: dict[tuple[str, str], int],
     now: float,
-    hop: float,
 ) -> None:
     """Begins on each free lane the first task in order that is ready; what takes no time ends
     at once, and may make others ready."""
@@ -171,8 +191,6 @@ def _begin(
                     del queue[place]
                     task.begin = now
                     task.last = max(task.waits, key=lambda w: tasks[w].end, default=-1)
-                    crosses = task.node.op == "wait" or task.node.op == "submit"
-                    task.left = hop if crosses else task.cost.seconds
                     if task.left <= 0:
                         task.end = now
                     else:
@@ -196,9 +214,7 @@ def _chain(tasks: list[_Task]) -> dict[str, float]:
     at = max(range(len(tasks)), key=lambda i: tasks[i].end)
     while at >= 0:
         task = tasks[at]
-        found[HOP if task.node.op in ("wait", "submit") else task.cost.bound] += (
-            task.end - task.begin
-        )
+        found[task.cost.bound] += task.end - task.begin
         earlier = [i for i in (task.last, before_on_lane[at]) if i >= 0 and i != at]
         at = max(earlier, key=lambda i: tasks[i].end, default=-1)
     return dict(found)

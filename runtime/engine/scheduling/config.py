@@ -30,6 +30,7 @@ SNAPSHOT_TOKENS = 1024
 """From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
 values of some thousand tokens, and makes one step more of the prompt."""
 
+TRANSFER_GIB = 1.0
 PREFILL_YIELD = 0.5
 """A long prompt takes twice as long at most, besides what it waits for anyway."""
 
@@ -59,7 +60,7 @@ class EngineConfig:
     Attributes:
         max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
             holds all experts, or to which they are streamed, as many as its memory allows, up to
-            4,096, and 32,768 where the link takes so long.
+            4,096, and 65,536 where experts cross a link.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence, and one
             for each draft. Logprobs of prompt tokens take one row each.
@@ -68,10 +69,13 @@ class EngineConfig:
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
-        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
+        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.blocks.directory.prepared``.
         kv_ram_gib: GiB of main memory for the same with a GPU, in front of that directory.
         kv_store: address of the master of a Mooncake store, behind all that; None: none.
         kv_store_gib: GiB of main memory that the process lends to the store.
+        kv_transfer: address of this machine at which other engines read its memory by Mooncake's
+            Transfer Engine, with ``kv_shared``; None or "off": they do not.
+        kv_transfer_gib: GiB of main memory that they read; None: one.
         kv_shared: other engines wait for what this one reads, and it for what they do: pages go to
             the level behind all others as soon as they are filled, and it is asked for each block.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
@@ -158,6 +162,16 @@ class EngineConfig:
     kv_store_gib: float = option(
         0.0, "Main memory that this server lends to the store.", "GIB", kind=float, least=0
     )
+    kv_transfer: str | None = option(
+        None,
+        "Of a node: this machine's address, at which other nodes read its pages by Mooncake's"
+        " Transfer Engine, without a store.",
+        "ADDRESS|off",
+        shown="--host, where Mooncake is installed and there is no --kv-store",
+    )
+    kv_transfer_gib: float | None = option(
+        None, "Main memory that they read.", "GIB", kind=float, shown="1", least=0
+    )
     kv_shared: bool = False
     snapshot_tokens: int | None = option(
         None,
@@ -212,6 +226,8 @@ class EngineConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_disk, str):  # as many would give it
+            object.__setattr__(self, "kv_disk", Path(self.kv_disk))
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None or name == "max_num_seqs":
@@ -232,13 +248,14 @@ class EngineConfig:
             hint = "Give a share from 0 to 0.9"
             raise SettingError("prefill_yield", self.prefill_yield, hint)
         check_number("dslp_after", self.dslp_after, "a number of seconds")
-        for name in ("kv_ram_gib", "kv_store_gib"):
-            check_number(name, getattr(self, name), "a number of GiB")
+        for name in ("kv_ram_gib", "kv_store_gib", "kv_transfer_gib"):
+            check_number(name, getattr(self, name) or 0, "a number of GiB")
         if self.kv_store_gib and self.kv_store is None:
             hint = "Give its address as kv_store"
             raise SettingError("kv_store_gib", self.kv_store_gib, hint, "without a store")
-        if self.kv_shared and self.kv_store is None and self.kv_disk is None:
-            raise SettingError("kv_shared", True, "Give kv_store or kv_disk", "without either")
+        if self.kv_shared and not (self.kv_store or self.transfer_host or self.kv_disk):
+            hint = "Give kv_transfer, kv_store or kv_disk"
+            raise SettingError("kv_shared", True, hint, "without any of those")
         if self.kv_disk_gib is not None:
             check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
             if self.kv_disk is None:
@@ -264,6 +281,17 @@ class EngineConfig:
         if self.dslp_after != DSLP_AFTER and not (ways[1] and routed):
             hint = 'Add device="cuda:0,cuda:1" and gpus="routed"'
             raise SettingError("dslp_after", self.dslp_after, hint, "without a choice of GPUs")
+
+    @property
+    def transfer_host(self) -> str:
+        """``kv_transfer`` as it is meant; "": there is none."""
+        return self.kv_transfer if self.kv_transfer not in (None, "off") else ""
+
+    @property
+    def transfer_gib(self) -> float:
+        """``kv_transfer_gib`` as it is meant."""
+        given = TRANSFER_GIB if self.kv_transfer_gib is None else self.kv_transfer_gib
+        return given if self.transfer_host else 0.0
 
     @property
     def routing_policy(self) -> RoutingPolicy:

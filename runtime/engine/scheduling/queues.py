@@ -44,6 +44,7 @@ class Queues:
         self.streamed: frozenset[Request] = frozenset()
         self.tiers: KvTiers | None = None
         self.changed, self.until_page = True, 0
+        self._short = False  # the first that waits lacks pages
         self._held: list[PageTable] = []  # of ``streamed`` that have ended: still written to
 
     @property
@@ -54,13 +55,15 @@ class Queues:
     def add(self, request: Request) -> None:
         """One that waits."""
         insort(self.waiting, request, key=ORDER)
-        self._is_read(request)
+        self._is_read(request, early=self.waiting[0] is not request)
         self.changed = True
 
     def remove(self, request: Request) -> None:
         """Remove a request and free its pages; full pages stay in the prefix tree."""
         if request.state is not State.RUNNING:
             del self.waiting[bisect_left(self.waiting, request.order, key=ORDER)]
+            if self.tiers is not None:
+                self.tiers.leaves(request.table)
         elif request in self.decoding:
             self.decoding.remove(request)
         else:
@@ -117,7 +120,8 @@ class Queues:
         beside: Sequence[Request],
         impatient: int = 0,
     ) -> None:
-        """Admits requests, by order, until those that are admitted fill the next step.
+        """Admits requests, by order, until those that are admitted fill the next step; what the
+        next ones need is read meanwhile.
 
         A request that waits for pages holds up all behind it: nobody is overtaken for ever.
 
@@ -127,6 +131,15 @@ class Queues:
             impatient: a request of fewer tokens does not wait for what is computed in parallel with
                 other steps, which it might share.
         """
+        self._short = False
+        self._admit_waiting(budget, most, now, beside, impatient)
+        if self.tiers is not None:
+            for request in self.waiting[: self.capacity]:
+                self._is_read(request, early=True)
+
+    def _admit_waiting(
+        self, budget: int, most: int, now: float, beside: Sequence[Request], impatient: int
+    ) -> None:
         for request in self.waiting.copy():
             if self.running >= self.capacity:
                 return
@@ -143,14 +156,22 @@ class Queues:
             if self._is_read(request):
                 continue
             if not self._admit(request, now):
+                self._short = True
                 return
             insort(self.prefilling, request, key=ORDER)
 
-    def _is_read(self, request: Request) -> bool:
-        """Whether pages that a request waits for are being read from another level."""
+    def _is_read(self, request: Request, early: bool = False) -> bool:
+        """Whether pages that a request waits for are being read from another level.
+
+        Args:
+            early: it is not its turn: pages for which an earlier one waits are not for it.
+        """
         if self.tiers is None:
             return False
-        return self.tiers.is_coming(request.table, request.tokens, request.first_row, self.running)
+        reserve = self.manager.pool.num_pages if early and self._short else self.running
+        return self.tiers.is_coming(
+            request.table, request.tokens, request.first_row, reserve, early
+        )
 
     def _admit(self, request: Request, now: float) -> bool:
         # One spare page per running request, else the next full page would preempt this one again.
@@ -158,6 +179,8 @@ class Queues:
         if not manager.admit(request.table, request.tokens, self.running, request.first_row):
             return False
         self.waiting.remove(request)
+        if self.tiers is not None:
+            self.tiers.leaves(request.table)
         request.computed = request.table.cached * manager.page_size
         if request.state is State.WAITING:
             request.admitted_at = now

@@ -77,12 +77,12 @@ def plan_on_gpus(
             "dual_batch with kv_attention cpu: a microbatch has no inputs on the CPU",
             "Leave one of them out",
         )
-    measured = config.defer == "auto" and on_cpu
+    chooses = config.defer_load is not None and on_cpu
     plan = ExecutionPlan(
         sizes,
         placement,
         # What is deferred takes memory; of how many experts it is makes no difference.
-        config.deferred or int(measured),
+        config.deferred or int(chooses),
         on_cpu and bool(config.dual_batch) and not attends,
         nodes=model.store.nodes,
         passes=tuple(passes),
@@ -107,7 +107,7 @@ def plan_on_gpus(
         sizes=sizes.of(max(tokens, sizes.sequences)),
         streaming=streaming,
         deferred=config.deferred,
-        measures_deferral=measured,
+        chooses_deferral=chooses,
         measures_kv=plan.measures_kv and not plan.dual_batch,
         decisions=_decisions(model, plan),
     )

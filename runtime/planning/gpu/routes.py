@@ -126,7 +126,7 @@ def _why_not(model: Lowerable, plan: ExecutionPlan) -> tuple[str, str] | None:
         return "layers keep a state of each sequence", "Use --gpus pipeline"
     if plan.streaming is None:
         return "no prompt is streamed", "Use --prefill stream, or --gpus pipeline"
-    if plan.deferred or plan.measures_deferral:
+    if plan.deferred or plan.chooses_deferral:
         return "experts are deferred", "Leave defer out, or use --gpus pipeline"
     if plan.placement.kv_in_main:
         hint = "Ask for fewer kv_tokens, or use --gpus pipeline"

@@ -6,11 +6,10 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pykernels.errors import PykernelsError
 
-from ...passes.defer import fewest_deferred
 from ...passes.layers import moe_layers
 from ...program import Program
 from ..compile import compile
@@ -24,37 +23,6 @@ from .machine import Machine
 
 MOST_SPLIT = 0.95
 """Share of the experts for which a split step must have room."""
-
-
-@dataclass(frozen=True)
-class DecodeTimes:
-    """What a decode step of one token takes.
-
-    Attributes:
-        expert_s: seconds of one expert on the CPU.
-        wait_s: seconds in which the CPU waits, between two layers, for a GPU.
-    """
-
-    expert_s: float
-    wait_s: float
-
-
-def with_deferral(
-    plan: ExecutionPlan, program: Program, times: DecodeTimes | None
-) -> ExecutionPlan:
-    """The plan with the fewest deferred experts that keep the CPU busy.
-
-    Args:
-        program: any of the model's.
-        times: None: the CPU has no experts.
-    """
-    layers = moe_layers(program)
-    deferred = plan.deferred
-    if times is not None:
-        topk = min(layer.topk for layer in layers)
-        few = len(layers) < 2
-        deferred = 0 if few else fewest_deferred(topk, times.expert_s, times.wait_s)
-    return replace(plan, deferred=deferred, measures_deferral=False)
 
 
 def with_pinned(

@@ -9,18 +9,17 @@ from statistics import median
 import torch
 
 from ...kv_cache.layout import PAGE
+from ...planning.config import LONG
 from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from ..paged_runner import Executable
 
-LONG = 16384
-"""Tokens of the context, if the cache has them: what is read takes longer than all else."""
 _ROUNDS = 5
 _FIRST = {"query_starts": 0, "query_lengths": 1, "page_rows": 0, STATE_SLOTS: 0, HAS_STATE: 0}
 _CHANGED = ("tokens", "positions", "slot_mapping", "sequences", "lengths", "page_table", IS_PROMPT)
 
 
 def context_of(positions: int, pages: int) -> int:
-    """The context over which steps are timed.
+    """The context over which steps are timed: what is read takes longer than all else there.
 
     Args:
         positions: of the longest sequence; ``pages``: of the cache.

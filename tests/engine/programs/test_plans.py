@@ -21,8 +21,6 @@ from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.planning.gpu.with_rates import (
-    DecodeTimes,
-    with_deferral,
     with_link,
     with_pinned,
     with_rates,
@@ -132,12 +130,3 @@ def test_what_cannot_be_pinned_is_not_streamed(decoder: Decoder) -> None:
         plan = plan_of(decoder, placed(decoder, "all"), prefill=prefill)
         with pytest.raises(PykernelsError, match="cannot be streamed: a limit"):
             with_pinned(plan, program, layers, "a limit")
-
-
-def test_the_cpu_defers_as_many_experts_as_keep_it_busy(decoder: Decoder) -> None:
-    plan = plan_of(decoder, placed(decoder, "all"), prefill="cpu", defer="auto")
-    program = compile(decoder, plan).program
-    assert plan.is_open and not plan.deferred
-    found = with_deferral(plan, program, DecodeTimes(expert_s=1e-5, wait_s=1.5e-5))
-    assert found.deferred == 2 and not found.is_open
-    assert with_deferral(plan, program, None).deferred == 0

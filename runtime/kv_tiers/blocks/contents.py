@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.page_store import Kind
+from ...kv_cache.page_store import Kind
 from .block import SUFFIXES, why_damaged
 from .directory import ABOUT, MARKER, blocks, blocks_of, check_ours, folders, remove_stale
 

@@ -18,7 +18,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kv_cache.page_store import Kind
+from ...kv_cache.layout import PAGE
+from ...kv_cache.page_store import Kind
 
 VERSION = 1
 """Of the format, of the keys, and of what the kernels write into a page: another version of any of
@@ -26,6 +27,7 @@ them reads other blocks."""
 MAGIC = b"pykv%04d" % VERSION
 ALIGN = 512
 _FIELDS = struct.Struct("<8sIIQ16s16s16s")
+_NAMED = slice(24, _FIELDS.size)
 _CHECKS = struct.Struct("<II")
 
 Buffer = memoryview | bytearray | bytes
@@ -71,6 +73,10 @@ class BlockName:
         """Whether what was read is this block, whole."""
         return bytes(header) == self.header(payload)
 
+    def is_in(self, header: Buffer) -> bool:
+        """Whether a header names this block, whole or not."""
+        return bytes(header[_NAMED]) == self._known(0)[_NAMED]
+
     def _known(self, nbytes: int) -> bytes:
         sizes = self.kind, len(self.tokens), nbytes
         names = self.fingerprint, self.key, self.parent
@@ -80,6 +86,10 @@ class BlockName:
 def header_bytes(tokens: int) -> int:
     """Bytes in front of the payload of a block with so many bytes of tokens."""
     return -(-(_FIELDS.size + tokens + _CHECKS.size) // ALIGN) * ALIGN
+
+
+HEADER = header_bytes(4 * PAGE)
+"""Of a page's block, and of a state's."""
 
 
 def checksum(parts: Sequence[Buffer]) -> int:

@@ -1,0 +1,1 @@
+"""`pykernels bench contexts`: decode at growing contexts, measured and predicted."""

@@ -1,0 +1,1 @@
+"""Where blocks lie: files of a directory, main memory, the memory of other machines."""

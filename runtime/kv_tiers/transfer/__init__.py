@@ -1,0 +1,1 @@
+"""Pages from one node's memory to another's, by Mooncake's Transfer Engine."""
