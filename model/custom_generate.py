@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from runtime.engine import SamplingParams
+from runtime.engine.scheduling.config import CONTEXT
 from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
@@ -25,7 +26,7 @@ from runtime.workers.pool import WorkerPool
 from .architectures.decoder import make_decoder
 from .architectures.schema import loaded_schema
 from .architectures.weights import LoadedWeights
-from .llm import CONTEXT, LLM
+from .llm import LLM
 from .text.settings import engine_settings
 
 

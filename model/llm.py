@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
+from runtime.engine.pace import Speed
 from runtime.experts.cache import CacheStats
 from runtime.kv_tiers.behind import KvBehind
 from runtime.passes.layers import moe_layers
@@ -31,8 +32,8 @@ from .text.detokenize import Detokenizer
 from .text.prompt import encode, encode_chat
 from .text.settings import engine_settings
 
-CONTEXT = 8192
-"""Default ``max_model_len``, if the model has as many positions."""
+if TYPE_CHECKING:
+    from .planner.forecast import Forecast
 
 Prompt = str | Sequence[int]
 
@@ -47,7 +48,12 @@ class LLM:
     Attributes:
         engine: for token ids, handles and asyncio; ``runner``: the model on its device.
         settings: sampling settings of the generation config.
+        chosen: why it runs as it does, where a prediction has chosen that; "": nothing was open.
     """
+
+    chosen = ""
+    speed: Speed | None = None
+    """What ``check_speed`` has found."""
 
     def __init__(
         self,
@@ -84,7 +90,29 @@ class LLM:
     @property
     def decisions(self) -> Sequence[str]:
         """What sizes and measurements have decided, and why, a line each."""
-        return (*self.runner.decisions, *self.engine.decisions)
+        return (*self._chosen(), *self.runner.decisions, *self.engine.decisions)
+
+    def _chosen(self) -> Iterator[str]:
+        """Where it runs, why, and the speed that is predicted."""
+        if self.chosen:
+            yield f"{self.runner.plan.placement.device}: {self.chosen}"
+        elif self.forecast is not None:
+            yield f"{self.runner.plan.placement.device}: {self.forecast.line}"
+
+    @cached_property
+    def forecast(self) -> Forecast | None:
+        """Predicts its decode steps; None where nothing is known of what runs."""
+        from .planner.forecast import forecast_of
+
+        return forecast_of(self.runner.model, self.runner.plan, self.pool)
+
+    def check_speed(self) -> Speed | None:
+        """Its first decode steps beside what is predicted for them; None until there were enough,
+        or without a prediction."""
+        pace = self.engine.pace
+        if self.speed is None and pace is not None and self.forecast is not None:
+            self.speed = self.forecast.speed(pace)
+        return self.speed
 
     @property
     def gpu_experts(self) -> Mapping[str, Sequence[int]]:

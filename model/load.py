@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
+from runtime.devices.sim.machine import Machine
 from runtime.engine import EngineConfig
-from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.config import CONTEXT, STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
@@ -32,7 +33,7 @@ from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.defer import cannot_join
 from runtime.passes.layers import check_topk
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.option import SettingError, check_whole
@@ -53,7 +54,7 @@ from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
 from .embedded import PATH
 from .hub import local
-from .llm import CONTEXT, LLM
+from .llm import LLM
 from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
@@ -85,7 +86,8 @@ def load_engine(
         passes: of one's own, in this order, for decode steps (see ``runtime.extend``).
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
-        execution: on which devices, and how; ``engine``: sizes and scheduling.
+        execution: on which devices, and how; None: on those that are predicted to be fastest
+            (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling.
         settings: fields of ``ExecutionConfig`` (device, experts, defer, threads, kernel, kv_dtype
             ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
 
@@ -93,16 +95,18 @@ def load_engine(
         PykernelsError: a model that the engine cannot run, a setting out of its range, no such
             device, more experts than fit there, or what ``from_pretrained`` raises.
     """
-    execution, engine = _chosen(execution or ExecutionConfig(), engine or EngineConfig(), settings)
+    execution = execution or ExecutionConfig(device=CHOSEN)
+    execution, engine = _given(execution, engine or EngineConfig(), settings)
     folder = local(path)
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
-    engine.check_ways(execution)
-    disk_bytes = _check_behind(execution, engine, passes)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
         execution = _by_rules(execution, weights, config.model_type)
+        execution, why = chosen_for(execution, engine, weights, config)
+        engine.check_ways(execution)
+        disk_bytes = _check_behind(execution, engine, passes)
         _begin_compiling(execution, engine, weights)
         placement, sizes = _fitted(execution, engine, weights, longest)
         generation, tokenizer, eos = texts_of(folder, config)
@@ -121,7 +125,9 @@ def load_engine(
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
                 behind = _behind(engine, disk_bytes, folder, config, weights)
-                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, behind)
+                llm = LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, behind)
+                llm.chosen = why
+                return llm
         except BaseException:
             pool.close()
             raise
@@ -187,7 +193,37 @@ def _behind(
     return KvBehind(ram, root, limit, name, known, store, lent, engine.kv_shared, host)
 
 
-def _chosen(
+def chosen_for(
+    execution: ExecutionConfig,
+    engine: EngineConfig,
+    weights: Opened,
+    config: PretrainedConfig,
+    machine: Machine | None = None,
+) -> tuple[ExecutionConfig, str]:
+    """The configuration with what it leaves open chosen by what is predicted, and why; ``weights``
+    follow rules on that device.
+
+    Args:
+        machine: None: this one.
+    """
+    if execution.device != CHOSEN and (not execution.on_gpu or any(weights.placed)):
+        return execution, ""
+    from .planner.choose import chosen_by_plan, is_open
+    from .planner.settings import Case, Wanted
+    from .planner.subject import Subject
+
+    if not is_open(execution):
+        return execution, ""
+    machine = machine or this_machine(execution.threads)
+    subject = Subject(weights.decoder.name, "its headers", config, weights.decoder, "")
+    wanted = replace(Wanted().within(subject.positions), engine=engine)
+    found = chosen_by_plan(Case(subject, machine, execution, wanted))
+    if found.execution.device != execution.device:
+        weights.follow(found.execution.device)
+    return found.execution, found.why
+
+
+def _given(
     execution: ExecutionConfig, engine: EngineConfig, settings: dict[str, Any]
 ) -> tuple[ExecutionConfig, EngineConfig]:
     """Both, with the settings that are given by name."""
@@ -212,7 +248,8 @@ def _chosen(
 
 
 def on_device(execution: ExecutionConfig, rules: Rules, model_type: str) -> ExecutionConfig:
-    """The configuration with the device that it, or rules, name.
+    """The configuration with the device that it, or rules, name; without a GPU the CPU where they
+    leave it open.
 
     Raises:
         PykernelsError: there is no such GPU, or a setting is for one and there is none; no such
@@ -221,6 +258,12 @@ def on_device(execution: ExecutionConfig, rules: Rules, model_type: str) -> Exec
     execution = replace(execution, device=engine_device(execution.device, rules, model_type))
     parse(execution.gpu_experts)  # a file that is no profile: before anything is read
     threads_here(execution.threads, True, Topology.detect())
+    if execution.device == CHOSEN:
+        from runtime.devices.gpus import usable_gpus
+
+        if usable_gpus():
+            return execution
+        execution = replace(execution, device=CPU)
     if execution.on_gpu:
         from runtime.devices.gpus import check_device, gpus_of
 
@@ -260,7 +303,8 @@ def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> E
         if execution.deferred:
             raise cannot_join(model_type)
         execution = replace(execution, defer=0)  # whatever would pay
-    if execution.on_gpu and execution.experts == "auto" and stay_on_cpu(model):
+    may_leave = execution.on_gpu or execution.device == CHOSEN
+    if may_leave and execution.experts == "auto" and stay_on_cpu(model):
         execution = replace(execution, experts="cpu")
     if execution.deferred:
         blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
+from runtime.planning.config import CHOSEN
 from runtime.planning.placement import CPU, Placement
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import Pack
@@ -48,11 +49,15 @@ class Opened(Protocol):
         model: injected, on the meta device.
         decoder: lowers programs, from which a placement follows.
         placed: weights and layers that rules place elsewhere than on the engine's first device.
+        follow: makes ``placed`` that of another device of the engine.
     """
 
     model: PreTrainedModel
     decoder: Decoder
     placed: Placed
+
+    def follow(self, device: str) -> None:
+        """Places by rules around an engine on that device. Raises as ``followed``."""
 
     @property
     def files(self) -> Collection[Path]:
@@ -86,14 +91,19 @@ class Packable:
         plan: Plan,
         checkpoint: Checkpoint,
         kv_dtype: str,
-        rules: ModulePlacement,
+        rules: Sequence[Rule],
+        device: str,
     ) -> None:
+        self._rules = rules
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
         self._schema = stored_schema(model, plan)
         self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
-        program = self.decoder.lower()
-        self.placed = placed_nodes(program, rules)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
+        self.follow(device)
+
+    def follow(self, device: str) -> None:
+        program = self.decoder.lower()
+        self.placed = placed_nodes(program, followed(self.model, self._rules, device))
         on_cpu = [name for name, device in self.placed.weights.items() if device == CPU]
         self._beside = sum(program.weights[name].nbytes for name in on_cpu)
 
@@ -134,14 +144,20 @@ class Mapped:
         model: PreTrainedModel,
         folder: PackedFolder,
         kv_dtype: str,
-        rules: ModulePlacement,
+        rules: Sequence[Rule],
+        device: str,
         sliced: bool,
     ) -> None:
+        self._rules = rules
         self.model, self._folder, self._sliced = model, folder, sliced
         schema = Schema.from_json(folder.manifest.schema)
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
-        self.placed = placed_nodes(self.decoder.lower(), rules)
+        self.follow(device)
+
+    def follow(self, device: str) -> None:
+        placement = followed(self.model, self._rules, device)
+        self.placed = placed_nodes(self.decoder.lower(), placement)
 
     @property
     def files(self) -> Collection[Path]:
@@ -194,15 +210,14 @@ def open_weights(
             rules, experts, matrices = made.rules, made.experts, made.linears
         parsed = resolve_rules(rules, config.model_type)
         model = injected(config, parsed, kernel, experts, matrices)
-        yield Mapped(model, packed, kv_dtype, followed(model, parsed, device), sliced)
+        yield Mapped(model, packed, kv_dtype, parsed, device, sliced)
         return
     with open_checkpoint(folder) as checkpoint:
         parsed = resolve_rules(rules, config.model_type)
         model = injected(config, parsed, kernel)
-        placement = followed(model, parsed, device)
         plan = make_plan(model, checkpoint, resolve_dtype(None, config))
         check_kernels(model, plan)
-        yield Packable(model, plan, checkpoint, kv_dtype, placement)
+        yield Packable(model, plan, checkpoint, kv_dtype, parsed, device)
 
 
 def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -> ModulePlacement:
@@ -211,7 +226,7 @@ def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -
     Raises:
         PykernelsError: on another GPU than the engine's.
     """
-    gpus = device.split(",") if device.startswith("cuda") else [CPU]
+    gpus = device.split(",") if device.startswith("cuda") else [CPU]  # "auto": nothing yet
     placement = place(model, rules, gpus[0])
     if device == "ref":  # stands for all of them
         return ModulePlacement(CPU)
@@ -227,11 +242,11 @@ def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -
 
 def engine_device(device: str, rules: Rules, model_type: str) -> str:
     """The engine's device: the one that was asked for, or the GPUs on which rules place modules
-    where that is the CPU."""
-    if device != CPU or rules is None:
+    where that is the CPU or open."""
+    if device not in (CPU, CHOSEN) or rules is None:
         return device
     named = {each for rule in resolve_rules(rules, model_type) for each in rule.devices} - {CPU}
-    return ",".join(sorted(named, key=lambda gpu: int(gpu.partition(":")[2]))) or CPU
+    return ",".join(sorted(named, key=lambda gpu: int(gpu.partition(":")[2]))) or device
 
 
 def injected(

@@ -23,7 +23,7 @@ from runtime.workers.matrix import Pack
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.schema import ROUTERS, Schema, Tensor, loaded_schema
 from .architectures.weights import MatrixSource
-from .checkpoint.memory import available, size
+from .checkpoint.memory import available, size, weight_bytes
 from .modules.inject import inject
 from .modules.moe import FusedMoE
 from .rules import default_rules
@@ -128,12 +128,6 @@ def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
             f" {size(int(free))} are free",
             hint,
         )
-
-
-def weight_bytes(fmt: str) -> float:
-    """Bytes of one weight, its share of the scales included."""
-    stored, K = get_format(fmt), 4096
-    return (stored.block_bytes(K) + stored.scale_bytes(K)) / (32 * K)
 
 
 def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:

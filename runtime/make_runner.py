@@ -64,7 +64,7 @@ def make_plan(
         kernel=config.kernel,
         policy=config.cache_policy,
     )
-    if config.device == CPU:
+    if config.device != REF:
         return plan
     streams = config.prefill == "stream"
     return replace(

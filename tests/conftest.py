@@ -50,6 +50,14 @@ the longest takes about 30 s of a processor, nearly all of it compiling."""
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded without a device is on the CPU, on machines with GPUs as well: tests
+    must mean the same on each."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr("runtime.devices.gpus.usable_gpus", list)
+
+
+@pytest.fixture(autouse=True)
 def ended_if_it_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiled code that waits for ever cannot be interrupted by Ctrl-C or an alarm. So the process
     ends, and prints where its threads are."""

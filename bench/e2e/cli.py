@@ -109,7 +109,7 @@ def described(execution: ExecutionConfig) -> Row:
         "defer": str(execution.defer),
         "gpu_experts": "" if execution.gpu_experts is None else execution.gpu_experts,
         "prefill": execution.prefill,
-        "expert_cache": execution.expert_cache,
+        "expert_cache": execution.expert_cache or "off",
         "dense_gib": execution.dense_gib,
         "kv_gpu_gib": execution.kv_gpu_gib,
         "gpu_gib": "" if execution.gpu_gib is None else execution.gpu_gib,

@@ -121,6 +121,7 @@ class Ours:
         start = time.perf_counter()
         loaded = model.load_engine(
             folder,
+            device="cpu",
             threads=execution.threads,
             kernel=execution.kernel,
             kv_dtype=execution.kv_dtype,

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from model.inspection.subject import open_subject
 from model.planner.machines import find_machine
 from model.planner.placing import Placed, placed
 from model.planner.predict import Prediction, balanced_share, predict
 from model.planner.settings import Case, Wanted
-from model.planner.subject import open_subject
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.meetings import MEETS

@@ -11,11 +11,12 @@ from statistics import median
 from typing import Any
 
 import model
+from model.inspection.subject import open_subject
 from model.planner.machines import find_machine
 from model.planner.placing import Placed, placed
 from model.planner.predict import predict_prompt
 from model.planner.settings import Case, Wanted
-from model.planner.subject import Subject, open_subject
+from model.planner.subject import Subject
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.routing import Routing

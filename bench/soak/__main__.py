@@ -49,6 +49,7 @@ def run(chosen: argparse.Namespace) -> Counts:
         check_device(chosen.device)
     tokens, pages = 64, 2 * AT_ONCE  # too few pages for all: some wait, or are preempted
     settings: dict[str, Any] = {
+        "device": "cpu",
         "defer": chosen.defer,
         "threads": chosen.threads,
         "max_model_len": 256,

@@ -25,6 +25,11 @@ class CacheCost:
     windowed: int = 0
     pool: Callable[[int], int] = _whole
 
+    def times(self, factor: float) -> CacheCost:
+        """That of so many times as many layers."""
+        token, windowed = (round(n * factor) for n in (self.token, self.windowed))
+        return CacheCost(token, windowed, self.pool)
+
     def nbytes(self, pages: int) -> int:
         """Bytes of so many pages."""
         given_back = pages - (self.pool(pages) or pages)

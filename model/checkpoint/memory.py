@@ -137,6 +137,12 @@ def _in_format(shape: tuple[int, ...], name: str | None) -> int | None:
     return fmt.packed_bytes(N, K) + -(-N // 32) * fmt.scale_bytes(K)
 
 
+def weight_bytes(fmt: str) -> float:
+    """Bytes of one weight, its share of the scales included."""
+    stored, K = get_format(fmt), 4096
+    return (stored.block_bytes(K) + stored.scale_bytes(K)) / (32 * K)
+
+
 def cache_pages(
     config: EngineConfig,
     longest: int,
@@ -175,19 +181,14 @@ def cache_pages(
             f" the {size(free + states)} that are free",
             "Ask for fewer snapshots or max_num_seqs",
         )
-    sequences = min(2, config.max_num_seqs)
-    asked = config.kv_tokens, config.kv_bytes
-    if asked == (None, None):
+    share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
+    pages = pages_of(config, longest, cost, share)
+    if config.kv_tokens is None and config.kv_bytes is None:
         if on_gpu is None:
+            sequences = min(2, config.max_num_seqs)
             token = cost.of_token(-(-longest // PAGE) * sequences)
             check_engine(weights + states, token, longest, sequences, smaller)
-        share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
-        fit = cost.most_sequences(share, longest)
-        return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
-    if config.kv_tokens is not None:
-        pages = -(-config.kv_tokens // PAGE)
-    else:
-        pages = cost.most_pages(config.kv_bytes or 0)
+        return pages
     if pages < 1:
         raise PykernelsError(
             f"kv_bytes={config.kv_bytes} is less than a page of {PAGE} tokens",
@@ -209,6 +210,21 @@ def cache_pages(
             f"Ask for kv_tokens={cost.most_pages(free - weights) * PAGE} at most",
         )
     return pages
+
+
+def pages_of(config: EngineConfig, longest: int, cost: CacheCost, share: int) -> int:
+    """Pages that ``config`` asks for, else those of as many sequences as fit into ``share`` bytes,
+    two at least.
+
+    Args:
+        longest, cost: as in ``cache_pages``.
+    """
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // PAGE)
+    if config.kv_bytes is not None:
+        return cost.most_pages(config.kv_bytes)
+    sequences, fit = min(2, config.max_num_seqs), cost.most_sequences(share, longest)
+    return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
 
 
 def check_engine(

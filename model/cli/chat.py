@@ -18,6 +18,7 @@ from runtime.planning.option import options_of
 from ..startup.standard_streams import argument_text
 from .http.remote import Remote
 from .shared.common import Debug, command, err, note, read_key
+from .shared.execution import Chosen
 from .shared.model_options import DRAFTS, Dtype, Eager, Model, Rules, Sampling
 from .shared.options import Choose
 from .shared.session import Session, check_stdin, read_stdin, summary
@@ -32,7 +33,7 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stop
 def chat(
     context: typer.Context,
     sampling: Annotated[Sampling, Choose(defaults={"max_new_tokens": 256})],
-    execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
+    execution: Chosen,
     engine: Annotated[EngineConfig, DRAFTS],
     model: Model = None,
     rules: Rules = None,

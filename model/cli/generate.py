@@ -9,12 +9,11 @@ import typer
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.planning.config import ExecutionConfig
 
 from ..startup.standard_streams import argument_text
 from .shared.common import Debug, command, err, note
+from .shared.execution import Chosen
 from .shared.model_options import DRAFTS, Dtype, Eager, Model, Rules, Sampling
-from .shared.options import Choose
 from .shared.session import Session, check_stdin, read_stdin, status, summary
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="The text to go on from; - reads it from stdin.")
     ],
     sampling: Sampling,
-    execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
+    execution: Chosen,
     engine: Annotated[EngineConfig, DRAFTS],
     model: Model = None,
     rules: Rules = None,

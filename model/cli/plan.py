@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 
 from ..planner.asked import Asked
 from ..startup.lean_import import import_transformers
@@ -20,7 +20,9 @@ from .shared.session import status
 
 _OPTIONS = Choose(
     only=(
+        "device",
         "experts",
+        "expert_cache",
         "prefill",
         "dense_gib",
         "kv_gpu_gib",
@@ -29,7 +31,8 @@ _OPTIONS = Choose(
         "defer",
         "kv_dtype",
         "threads",
-    )
+    ),
+    defaults={"device": CHOSEN},
 )
 
 
@@ -51,12 +54,6 @@ def plan(
             metavar="FILE",
             help="YAML file of a machine, or the name of one in bench/machines.",
             show_default="this one, as measured",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda:0|cuda:0,cuda:1", help="As of serve.", show_default="what is fastest"
         ),
     ] = None,
     trace: Annotated[
@@ -88,22 +85,22 @@ def plan(
         import_transformers()
         from runtime.devices.sim.routing import parse_routing
 
+        from ..inspection.subject import open_subject
         from ..planner.changes import changes
         from ..planner.choose import best
         from ..planner.machines import find_machine
         from ..planner.report import as_dict, lines
-        from ..planner.settings import Case, Wanted
-        from ..planner.subject import open_subject
+        from ..planner.settings import Case, wanted_of
         from ..planner.sweep import check_swept, draw, told
         from ..planner.sweep import sweep as swept
 
         if sweep is not None:
             check_swept(sweep)
         law = parse_routing(asked.routing)
-        there = find_machine(machine)
+        there = find_machine(machine, execution.threads)
         subject = open_subject(model, asked.format, execution.kv_dtype, asked.layers, asked.vocab)
-        wanted = Wanted(asked.context, asked.prompt, asked.batch, asked.answer, law)
-        found = best(Case(subject, there, execution, wanted, asked.expert_cache), device)
+        wanted = wanted_of(asked, subject.positions, law)
+        found = best(Case(subject, there, execution, wanted))
         gains = changes(found)
         points, ended = swept(found, sweep) if sweep else ([], "")
     if trace is not None:

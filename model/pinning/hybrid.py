@@ -22,6 +22,7 @@ from runtime.planning.lowerable import Lowerable
 from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
+from runtime.program.weight_spec import WeightSpec
 
 from .choose import Block, choose
 from .profile import Profile
@@ -104,10 +105,25 @@ def _place_expert_slots(
             "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
         )
     plan = plan_with(experts if cache == "auto" else CPU)
-    placement = plan.placement
-    if placement.experts != CPU:  # all fit
-        return placement
-    program = model.lower(plan.sizes)
+    if plan.placement.experts != CPU:  # all fit
+        return plan.placement
+    return with_slots_that_fit(cache, model, machine, plan, prefill)
+
+
+def with_slots_that_fit(
+    cache: int | str, model: Lowerable, machine: Machine, plan: ExecutionPlan, prefill: str
+) -> Placement:
+    """A plan's placement with slots of each layer beside all else that a GPU has, and beside
+    streamed prompts where these may be.
+
+    Args:
+        cache: slots of each layer, or "auto": as many as fit.
+        plan: experts on the CPU.
+
+    Raises:
+        PykernelsError: more than fit; as ``gpu_experts_of``.
+    """
+    program, placement = model.lower(plan.sizes), plan.placement
     free_bytes = free_for_experts(model, machine, plan)
     filling = dict.fromkeys(free_bytes, 0)
     for layer in moe_layers(program):
@@ -117,7 +133,8 @@ def _place_expert_slots(
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
         streamed = streaming_bytes(model, machine, plan)
     free_bytes = {gpu: n - filling[gpu] - streamed[gpu] for gpu, n in free_bytes.items()}
-    expert_ids = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
+    size = machine.layouts.weight_bytes
+    expert_ids = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache", size)
     return _with_slots(placement, program, expert_ids)
 
 
@@ -142,6 +159,7 @@ def gpu_experts_of(
     placement: Placement,
     free_bytes: Mapping[str, int],
     option: str = "gpu_experts",
+    size: Callable[[WeightSpec], int] = gpu_bytes,
 ) -> dict[int, tuple[int, ...]]:
     """Chooses the experts that each layer's GPU is to have; layers without any are left out.
 
@@ -150,6 +168,7 @@ def gpu_experts_of(
         program: any of the model's; no weight is read.
         placement: of its layers.
         free_bytes: bytes of each GPU that they may take; ``option``: that asked for them.
+        size: bytes of experts on a GPU.
 
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
@@ -167,7 +186,7 @@ def gpu_experts_of(
         name = _block(spec.name)
         assert node.layer is not None
         layers[name] = node.layer
-        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), placement.gpu_of(node))
+        blocks[name] = Block(spec.shape[0], size(spec.some([0])), placement.gpu_of(node))
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})

@@ -48,7 +48,7 @@ def placement_of(
             gpu_gib=config.gpu_gib,
             gpus=config.gpus,
         )
-    if config.device == CPU:
+    if config.device != REF:
         return Placement()
     placement = Placement(REF, CPU if config.experts == CPU else REF)
     if not config.slots:

@@ -12,25 +12,29 @@ class Asked:
     """Requests, and what of the model is changed.
 
     Attributes:
-        context, prompt, batch, answer, routing: see ``settings.Wanted``.
-        format, layers, vocab: see ``subject.open_subject``.
-        expert_cache: slots of each layer on a GPU.
+        context, prompt, batch, answer, routing: see ``settings.Wanted``; None: as there, or as
+            many as the model takes.
+        format, layers, vocab: see ``inspection.subject.open_subject``.
     """
 
-    context: int = option(512, "Tokens of a sequence while it decodes.", "N", kind=int, least=1)
-    prompt: int = option(4096, "Tokens of a prompt.", "N", kind=int, least=1)
+    context: int | None = option(
+        None, "Tokens of a sequence while it decodes.", "N", kind=int, shown="512", least=1
+    )
+    prompt: int | None = option(None, "Tokens of a prompt.", "N", kind=int, shown="4096", least=1)
     batch: int = option(1, "Sequences that decode at once.", "N", kind=int, least=1)
-    answer: int = option(
-        256, "Tokens of an answer, by which gains are weighed.", "N", kind=int, least=1
+    answer: int | None = option(
+        None,
+        "Tokens of an answer, by which gains are weighed.",
+        "N",
+        kind=int,
+        shown="256",
+        least=1,
     )
     routing: str = option(
         "even", "How unevenly tokens choose experts: by rank ** -S.", "even|zipf:S"
     )
     format: str | None = option(
         None, "Of all matrices, in place of their own.", "FORMAT", shown="as stored or released"
-    )
-    expert_cache: int = option(
-        0, "Slots of each layer on the GPU for experts, as of serve.", "N", kind=int, least=0
     )
     layers: int | None = option(
         None,

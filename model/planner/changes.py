@@ -10,7 +10,7 @@ from runtime.devices.sim.machine import Machine
 from runtime.passes.layers import moe_layers
 from runtime.planning.placement import CPU
 
-from ..random_model import weight_bytes
+from ..checkpoint.memory import weight_bytes
 from .placing import Placed
 from .predict import Prediction, predict
 

@@ -21,14 +21,17 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def find_machine(given: str | None) -> Machine:
+def find_machine(given: str | None, threads: int | None = None) -> Machine:
     """A machine by its file or its name; None: this one, by what is measured and known of it.
+
+    Args:
+        threads: that compute on this one; None: as many as by default.
 
     Raises:
         PykernelsError: there is none of that name; what is wrong with its file.
     """
     if given is None:
-        return this_machine()
+        return this_machine(threads)
     path = Path(given)
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         known = shipped()

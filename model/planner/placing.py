@@ -3,15 +3,16 @@ how much memory each device needs for that."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
 from runtime.devices.sim.deferral import deferral_load, with_deferral
 from runtime.devices.sim.machine import Gpu
-from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.config import CONTEXT, STEP_TOKENS
 from runtime.passes.gpu.offload_kv import host_caches
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import Compiled, compile
@@ -28,7 +29,10 @@ from runtime.planning.work import work
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
+from ..checkpoint.memory import pages_of
+from ..windows import cost_of
 from .settings import Case
+from .stretch import Stretch
 
 GIB = 1 << 30
 ROOM = 0.94
@@ -92,8 +96,11 @@ class Placed:
         return all(each.free >= 0 for each in self.memory.values())
 
 
-def placed(case: Case) -> Placed:
+def placed(case: Case, whole: bool = False) -> Placed:
     """The plan that the engine would make of a case on its machine.
+
+    Args:
+        whole: of a model with some of its layers, the memory that all of them take counts.
 
     Raises:
         PykernelsError: options that exclude each other; a GPU that the machine has not; a context
@@ -106,19 +113,8 @@ def placed(case: Case) -> Placed:
             f" {subject.positions}",
             f"Give --context, --prompt and --answer that come to {subject.positions} at most",
         )
-    pages = wanted.pages or -(-wanted.positions // 64) * 4 * wanted.batch
-    sizes = largest_step(
-        wanted.positions,
-        pages,
-        wanted.step_tokens,
-        max(1, wanted.batch),
-        state_slots=2 * wanted.batch,
-        window_pages=window_pages(
-            subject.decoder, pages, max(1, wanted.batch), wanted.step_tokens, execution.device
-        ),
-    )
-    caches = subject.decoder.caches(*sizes.of_caches)
-    cache = sum(part.nbytes for part in caches.values())
+    stretch = Stretch(subject if whole else replace(subject, stretch=1.0))
+    sizes = _sizes(case, stretch)
     has = int(case.machine.cpu.memory_gib * ROOM * GIB)
     if not execution.on_gpu:
         plan = ExecutionPlan(
@@ -126,7 +122,9 @@ def placed(case: Case) -> Placed:
             deferred=execution.deferred,
             max_model_len=wanted.positions,
         )
-        every = sum(spec.nbytes for spec in subject.decoder.lower().weights.values())
+        caches = subject.decoder.caches(*sizes.of_caches)
+        cache = sum(part.nbytes for part in caches.values())
+        every = stretch.all_weights
         return Placed(case, plan, {CPU: Memory(has, every, cache, 0)})
     gpus = list(gpus_of(execution.device))
     missing = [name for name in gpus if name not in case.machine.gpus]
@@ -134,18 +132,58 @@ def placed(case: Case) -> Placed:
         there = ", ".join(case.machine.gpus) or "none"
         hint = "Give one of these" if case.machine.gpus else "Leave out --device"
         raise PykernelsError(f"{case.machine.name} has no {missing[0]}: its GPUs are {there}", hint)
-    return _on_gpus(case, gpus, sizes, has)
+    return _on_gpus(case, gpus, sizes, has, stretch)
 
 
-def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
-    from runtime.devices.cuda.layouts import CudaLayouts
+def _sizes(case: Case, stretch: Stretch) -> StepSizes:
+    """Of the largest step, with a cache as the engine makes it (``load_engine``)."""
+    wanted, decoder, engine = case.wanted, case.subject.decoder, case.wanted.engine
+    if engine is None:
+        pages, slots = -(-wanted.positions // 64) * 4 * wanted.batch, 2 * wanted.batch
+        longest, sequences = wanted.positions, max(1, wanted.batch)
+
+        def own(pages: int) -> int:
+            step, device = wanted.step_tokens, case.execution.device
+            return window_pages(decoder, pages, sequences, step, device)
+
+        pool: Callable[[int], int] = own
+    else:
+        longest = engine.max_model_len or min(CONTEXT, case.subject.positions)
+        sequences, slots = engine.max_num_seqs, engine.state_slots
+        cost = cost_of(case.execution, engine, decoder).times(stretch.factor)
+        states = round(decoder.state_bytes * stretch.factor) * slots
+        if case.execution.on_gpu and case.machine.gpu is not None:
+            most = _gpu_gib(case, case.machine.gpu) * len(gpus_of(case.execution.device))
+            share = (int(most * GIB) - states) // 4
+        else:
+            has = int(case.machine.cpu.memory_gib * ROOM * GIB)
+            share = (has - states - stretch.all_weights) // 8
+        pages, pool = pages_of(engine, longest, cost, max(0, share)), cost.pool
+    pages = wanted.pages or pages
+    counts = pages, slots, pool(pages)
+    pages, slots, windowed = (math.ceil(n * stretch.factor) for n in counts)
+    return largest_step(
+        longest,
+        pages,
+        wanted.step_tokens,
+        sequences,
+        state_slots=slots,
+        window_pages=windowed,
+    )
+
+
+def _gpu_gib(case: Case, gpu: Gpu) -> float:
+    return min(gpu.memory_gib, case.execution.gpu_gib or gpu.memory_gib)
+
+
+def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: Stretch) -> Placed:
+    from ..pinning.hybrid import with_slots_that_fit
 
     gpu, decoder = case.machine.gpu, case.subject.decoder
     assert gpu is not None
     run = case.execution
-    has_gib = min(gpu.memory_gib, run.gpu_gib or gpu.memory_gib)
-    free = dict.fromkeys(gpus, int(has_gib * GIB) - HEADROOM)
-    machine = GpuMachine(free, CudaLayouts())
+    free = dict.fromkeys(gpus, int(_gpu_gib(case, gpu) * GIB) - HEADROOM)
+    machine = GpuMachine(free, stretch.layouts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         largest = sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences))
@@ -153,7 +191,7 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         how = run.kv_gpu_gib, run.dense_gib, run.prefill
         placement = fitted(decoder, machine, ExecutionPlan(largest, placement), *how).placement
         if placement.kv_in_main and sizes.window_pages:  # pages that cross are of all layers
-            return _on_gpus(case, gpus, replace(sizes, window_pages=0), has)
+            return _on_gpus(case, gpus, replace(sizes, window_pages=0), has, stretch)
         if run.kv_attention == "auto":
             run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
@@ -165,8 +203,13 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         room = 0
         if plan.placement.experts == CPU:
             room = min(free_for_experts(decoder, machine, plan).values())
-    if case.slots:
-        plan = _with_slots(case, plan)
+        if run.slots and not case.slots and plan.placement.experts == CPU:
+            fits = with_slots_that_fit(run.slots, decoder, machine, plan, run.prefill)
+            plan = replace(plan, placement=fits)
+            counts = [each.slots for each in fits.filled(Filled.BETWEEN_STEPS).values()]
+            case = replace(case, slots=min(counts, default=0))
+        elif case.slots:
+            plan = _with_slots(case, plan)
     compiled = compile(decoder, plan, Phase.PROMPT, plan.sizes.tokens)
     steps = step_bytes(machine, compiled)
     caches = decoder.caches(*plan.sizes.of_caches)
@@ -183,7 +226,7 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         )
         own = (key for key in caches if key in part.buffers and key not in in_main)
         memory[name] = Memory(free[name], weights, sum(caches[n].nbytes for n in own), steps[name])
-    cpu = plan.placement.nbytes(program, CPU, lambda spec: spec.nbytes)
+    cpu = plan.placement.nbytes(program, CPU, stretch.nbytes)
     cpu += sum(record.nbytes for record in crossing.values())
     cache = bytes_in_main(compiled.program, caches)
     return Placed(case, plan, {**memory, CPU: Memory(has, cpu, cache, 0)}, max(0, room))

@@ -6,14 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.engine.scheduling.config import CONTEXT
 from runtime.planning.placement import CPU
 
 from .changes import Change
 from .placing import GIB
 from .predict import Prediction
-
-DEFAULT_POSITIONS = 8192
-"""Of a server, where nobody says."""
 
 
 def serve_line(found: Prediction) -> str:
@@ -21,11 +19,11 @@ def serve_line(found: Prediction) -> str:
     case, run = found.placed.case, found.placed.case.execution
     given = case.subject.given if case.subject.is_checkpoint else f"PATH-OF-{case.subject.given}"
     words = ["pykernels", "serve", "--model", given]
+    words += ["--device", run.device]
     if run.device != CPU:
-        words += ["--device", run.device]
         words += ["--experts", "cpu" if found.placed.plan.placement.experts == CPU else "gpu"]
     if case.slots:
-        words += ["--expert-cache", str(case.slots)]
+        words += ["--expert-cache", str(run.slots or case.slots)]
     if deferred := found.placed.plan.deferred:
         words += ["--defer", str(deferred)]
     if run.kv_dtype != "bf16":
@@ -41,7 +39,7 @@ def serve_line(found: Prediction) -> str:
             words += [name, f"{value:g}"]
     if run.threads is not None:
         words += ["--threads", str(run.threads)]
-    if case.wanted.positions > DEFAULT_POSITIONS:
+    if case.wanted.positions > CONTEXT:
         words += ["--max-model-len", str(case.wanted.positions)]
     if case.wanted.batch > 16:
         words += ["--max-batch", str(case.wanted.batch)]

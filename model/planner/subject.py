@@ -1,26 +1,13 @@
-"""The model that is planned for: a checkpoint's headers, a configuration, or a known shape."""
+"""The model that is planned for."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
-from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
-
 from ..architectures.decoder import Decoder
-from ..checkpoint.config import read_config
-from ..checkpoint.gguf import find_gguf
-from ..checkpoint.packed.manifest import is_packed
-from ..hub import NAME, local
-from ..inspection.formats import configured
-from ..llm import meta_decoder
-from ..named import ARCHS, RELEASED, make_config
-from ..random_model import random_decoder
 
 
 @dataclass(frozen=True)
@@ -30,6 +17,7 @@ class Subject:
     Attributes:
         given: what it is called on the command line; ``source``: what was read of it.
         fmt: of its routed experts.
+        made: its decoder with all matrices in another format.
         stretch: layers of the model for each of the decoder's, which may be some of them.
     """
 
@@ -38,6 +26,7 @@ class Subject:
     config: PretrainedConfig
     decoder: Decoder
     fmt: str
+    made: Callable[[PretrainedConfig, str], Decoder] | None = None
     stretch: float = 1.0
 
     @property
@@ -52,8 +41,8 @@ class Subject:
 
     def in_format(self, fmt: str) -> Subject:
         """The same shape with all matrices in a format."""
-        decoder = random_decoder(self.config, fmt, None)  # type: ignore[arg-type] # none is packed
-        decoder = replace(decoder, kv_dtype=self.decoder.kv_dtype)
+        assert self.made is not None, "a model that is loaded keeps its formats"
+        decoder = replace(self.made(self.config, fmt), kv_dtype=self.decoder.kv_dtype)
         made = replace(self, decoder=decoder, fmt=fmt, stretch=1.0)
         return made.thinned(len(self.decoder.layers))
 
@@ -65,78 +54,3 @@ class Subject:
         """The same with so many of its layers at most, so that its steps are lowered soon."""
         decoder, stretch = self.decoder.thinned(most)
         return replace(self, decoder=decoder, stretch=self.stretch * stretch)
-
-
-def open_subject(
-    which: str,
-    fmt: str | None = None,
-    kv_dtype: str = "bf16",
-    layers: int | None = None,
-    vocab: int | None = None,
-) -> Subject:
-    """Reads what there is of a model.
-
-    Args:
-        which: a checkpoint's folder, a GGUF file, a config.json, a shape's name, or a name on the
-            hub.
-        fmt: in which all its matrices are to be; None: as they are stored or published.
-        layers, vocab: of a shape or a configuration, in place of its own.
-
-    Raises:
-        PykernelsError: no such model; one without sizes; layers of a checkpoint.
-    """
-    if fmt is not None:
-        get_format(fmt)
-    if which in ARCHS:
-        config = make_config(which, num_hidden_layers=layers, vocab_size=vocab)
-        found = fmt or RELEASED.get(which, ("bf16", "bf16"))[1]
-        return _shape(which, "its known shape", config, found, kv_dtype)
-    if not Path(which).exists() and not NAME.fullmatch(which):
-        raise PykernelsError(
-            f"There is no folder {which}, and no known shape of that name",
-            f"Give a checkpoint's folder, its config.json, or one of {', '.join(ARCHS)}",
-        )
-    path = Path(local(which, weights=False))
-    folder = path.parent if path.name == "config.json" else path
-    config = read_config(folder)
-    has_weights = find_gguf(folder) is not None or is_packed(folder)
-    has_weights = has_weights or (folder.is_dir() and any(folder.glob("*.safetensors")))
-    if has_weights and path.name != "config.json":
-        if layers or vocab:
-            raise PykernelsError(
-                "--layers and --vocab are for shapes and configurations", "Leave them out"
-            )
-        decoder = replace(meta_decoder(folder), kv_dtype=kv_dtype)
-        subject = Subject(which, "its headers", config, decoder, format_of(decoder))
-        return subject if fmt is None else subject.in_format(fmt)
-    data = json.loads((folder / "config.json").read_text())
-    _check_sizes(folder / "config.json", data)
-    for name, value in (("num_hidden_layers", layers), ("vocab_size", vocab)):
-        if value is not None:
-            setattr(config, name, value)
-    if fmt is None:
-        fmt = configured(data.get("quantization_config")).experts or "bf16"
-    return _shape(which, "its config.json alone", config, fmt, kv_dtype)
-
-
-def _check_sizes(file: Path, data: dict[str, Any]) -> None:
-    """Raises PykernelsError for a configuration that leaves its sizes to transformers' defaults."""
-    given = data.get("text_config", data)
-    missing = [name for name in ("hidden_size", "num_hidden_layers") if name not in given]
-    if missing:
-        raise PykernelsError(
-            f"{file} has no {' and no '.join(missing)}", "Give the whole config.json of the model"
-        )
-
-
-def _shape(given: str, source: str, config: PretrainedConfig, fmt: str, kv_dtype: str) -> Subject:
-    decoder = random_decoder(config, fmt, None)  # type: ignore[arg-type] # none is packed
-    return Subject(given, source, config, replace(decoder, kv_dtype=kv_dtype), fmt)
-
-
-def format_of(decoder: Decoder) -> str:
-    """The format of most of a model's weights."""
-    sizes: dict[str, int] = {}
-    for spec in decoder.lower().weights.values():
-        sizes[spec.fmt] = sizes.get(spec.fmt, 0) + spec.nbytes
-    return max(sizes, key=lambda fmt: sizes[fmt])

@@ -119,7 +119,9 @@ def _make(
         with engine_of(dense) as llm:
             before = perplexity(llm, tokenizer)
         report("measuring the upcycled model")
-        with load_engine(partial, max_model_len=2048, max_num_seqs=1, max_num_logits=ROWS) as llm:
+        with load_engine(
+            partial, device="cpu", max_model_len=2048, max_num_seqs=1, max_num_logits=ROWS
+        ) as llm:
             after = perplexity(llm, tokenizer)
         figures = Figures(source.name, recipe, round(before, 3), round(after, 3))
         _write_json(partial / FIGURES, asdict(figures))

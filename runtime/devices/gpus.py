@@ -76,6 +76,18 @@ def check_device(devices: str) -> None:
             raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")
 
 
+def usable_gpus() -> list[str]:
+    """The names of the GPUs here that run kernels of ours: "cuda:0" ..."""
+    if not torch.cuda.is_available():
+        return []
+    try:
+        torch.cuda.init()
+    except RuntimeError:  # in a forked process whose parent uses the GPU, for one
+        return []
+    count = torch.cuda.device_count()
+    return [f"cuda:{i}" for i in range(count) if not supports(torch.device("cuda", i))]
+
+
 def interpreted(gpus: Gpus) -> bool:
     """Whether Triton's interpreter plays the GPUs."""
     return any(device.type != "cuda" for device in gpus.values())

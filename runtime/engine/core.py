@@ -39,6 +39,7 @@ from ..runner.active import phase
 from ..runner.batch import Runner, StepResult
 from .drawn_tokens import DrawnTokens
 from .observation import Observation
+from .pace import Pace
 from .prefill_steps import PrefillSteps
 from .requests.drafters import MakeDrafter
 from .requests.outputs import EngineStats
@@ -75,7 +76,7 @@ class Core:
     ) -> None:
         self.runner, self.clock, self._asked = runner, clock, news
         self.overlap = self._overlap = config.overlap
-        self.stats = EngineStats()
+        self.stats, self.pace = EngineStats(), Pace()
         lost: dict[Request, Exception] = {}  # to constraints and drafters
         self._drafts: Drafts | None = None
         if make_drafter is not None:
@@ -229,12 +230,14 @@ class Core:
                 self.scheduler.undo_prefill(prompts)
             self._drawn.fail(running, error)
             return True
-        seconds = self.clock() - self._launched_at
+        ended = self.clock()
+        seconds = ended - self._launched_at
+        self._time(running, ended)
         running.accept(sampled_token_ids)
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
-        ended = self._drawn.count(running, sampled_token_ids)
+        stops = self._drawn.count(running, sampled_token_ids)
         if not self.runner.late_masks:
-            ended |= self._drawn.mask(running, sampled_token_ids)
+            stops |= self._drawn.mask(running, sampled_token_ids)
         self._drawn.keep_routing(running, result)
         failure = None
         if behind and self.runner.next_runs:
@@ -242,7 +245,7 @@ class Core:
             self._launched(running)
         elif ahead is not None:
             drafts = self.scheduler.has_drafts(running, sampled_token_ids)
-            if ended or drafts or self.news():
+            if stops or drafts or self.news():
                 self.scheduler.undo(ahead)
             else:
                 if running.scored:
@@ -264,6 +267,16 @@ class Core:
         if not self.busy:
             self._settle()
         return alive or self.busy
+
+    def _time(self, step: ScheduledStep, ended: float) -> None:
+        """Counts a step that has ended among those by which predictions are judged."""
+        if self.pace.found is not None:
+            return
+        alone = not (step.chunks or step.drafts or self._prefill_runs)
+        if alone and self._observation is None:
+            self.pace.add(step.decoding, ended)
+        else:
+            self.pace.pause()
 
     def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
         """Start a step, whose masks are there if it is ``masked``; its error if that fails."""

@@ -27,6 +27,7 @@ from .core import Core, MakeTiers
 from .delivery import LoopBridge
 from .loop import Loop
 from .observation import Observation, Observer
+from .pace import DecodePace
 from .requests.drafters import MakeDrafter
 from .requests.handle import AsyncRequestHandle, RequestHandle
 from .requests.intake import Intake
@@ -282,6 +283,11 @@ class Engine:
             cached_pages=scheduler.manager.tree.idle,
             kv_levels={} if (tiers := scheduler.tiers) is None else tiers.figures(),
         )
+
+    @property
+    def pace(self) -> DecodePace | None:
+        """How fast its first decode steps were; None until there were enough of them."""
+        return self._core.pace.found
 
     @property
     def decisions(self) -> Sequence[str]:

@@ -17,7 +17,9 @@ from .option import SettingError, check_number, check_one_of, check_whole, optio
 if TYPE_CHECKING:  # it imports torch, for which a start of any command would wait
     from ..experts.cache import CachePolicy
 
-DEVICES = ("cpu", "ref")
+CHOSEN = "auto"
+"""``device`` where the plan's is taken (``model.planner.choose``); elsewhere the CPU is meant."""
+DEVICES = ("cpu", "ref", CHOSEN)
 """Devices that are no GPU."""
 EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be; "auto": on the GPU if all fit, else on the CPU."""
@@ -65,7 +67,8 @@ class ExecutionConfig:
     Attributes:
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
             "cuda:0,cuda:1": these GPUs, which share it as ``gpus`` says; or "ref": the reference
-            ops in float32, exact and slow, the cache too.
+            ops in float32, exact and slow, the cache too; "auto": what ``load_engine`` predicts to
+            be fastest, which it takes where no configuration is given.
         gpus: how several GPUs share a model. "pipeline": a part of the layers each. "tensor": of
             each layer a part of the heads, the MLPs and the experts. With the experts in main
             memory the first GPU decodes, and prompts are streamed: "dslp": to all GPUs at once,
@@ -94,7 +97,8 @@ class ExecutionConfig:
             free.
         expert_cache: slots of each layer for experts that a GPU computes beside the others on the
             CPU, and that change from step to step by what the routers choose; "auto": as many as
-            fit; "off".
+            fit; "off"; None: as many as fit where they are predicted to pay, with ``experts`` at
+            "auto", else none.
         expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
             ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
         defer: experts of each token of an output, the least-weighted, that join one layer later
@@ -120,8 +124,8 @@ class ExecutionConfig:
     device: str = option(
         "cpu",
         "Where attention, dense layers and shared experts run; several GPUs share them as --gpus"
-        " says.",
-        "cpu|cuda:0|cuda:0,cuda:1",
+        " says. auto: what is predicted to be fastest.",
+        "auto|cpu|cuda:0|cuda:0,cuda:1",
         eager=True,
     )
     gpus: str = option(
@@ -186,13 +190,14 @@ class ExecutionConfig:
         shown="all that is free",
         no_gpu=(None,),
     )
-    expert_cache: int | str = option(
-        OFF,
+    expert_cache: int | str | None = option(
+        None,
         "Slots of each layer on the GPU for the experts that the routers choose most of late,"
         " besides those on the CPU: N, or what fits.",
         "N|auto|off",
+        shown="what fits, if predicted to pay",
         read=_count,
-        no_gpu=(OFF, 0),
+        no_gpu=(None, OFF, 0),
         on_ref=True,
     )
     expert_cache_policy: str = option(
@@ -272,7 +277,7 @@ class ExecutionConfig:
             check_number("kv_gpu_gib", self.kv_gpu_gib, "a number of GiB, or auto")
         if self.gpu_gib is not None:
             check_number("gpu_gib", self.gpu_gib, "a number of GiB")
-        if self.expert_cache not in ("auto", OFF):
+        if self.expert_cache not in (None, "auto", OFF):
             wanted = "a number of slots, auto or off"
             check_whole("expert_cache", self.expert_cache, 0, MOST_EXPERTS, wanted)
         check_whole("expert_cache_swaps", self.expert_cache_swaps, 0, MOST_EXPERTS)
@@ -308,7 +313,7 @@ class ExecutionConfig:
     @property
     def slots(self) -> int | str:
         """``expert_cache``, or 0 for none."""
-        return 0 if self.expert_cache == OFF else self.expert_cache
+        return 0 if self.expert_cache in (None, OFF) else self.expert_cache
 
     @property
     def cache_policy(self) -> CachePolicy:
@@ -317,15 +322,25 @@ class ExecutionConfig:
 
         return CachePolicy(self.expert_cache_policy, self.expert_cache_swaps)
 
+    @property
+    def for_gpu(self) -> tuple[str, ...]:
+        """The settings that are for a GPU, by name."""
+        options = options_of(type(self)).items()
+        return tuple(
+            name
+            for name, each in options
+            if each.no_gpu is not None and not _is_one_of(getattr(self, name), each.no_gpu)
+        )
+
     def check_device(self) -> ExecutionConfig:
         """Itself. Raises SettingError for a setting that is for a GPU, where there is none."""
         if self.device == "ref" and self.prefill == "split":
             hint = 'Give prefill="stream" or prefill="cpu"'
             raise SettingError("prefill", self.prefill, hint, "is for a GPU")
-        for name, each in options_of(type(self)).items():
-            elsewhere = self.on_gpu or (each.on_ref and self.device == "ref")
-            if each.no_gpu is not None and not elsewhere:
-                self._check(name, each.no_gpu, "without a GPU", 'Add device="cuda:0"')
+        for name in () if self.on_gpu or self.device == CHOSEN else self.for_gpu:
+            if self.device != "ref" or not options_of(type(self))[name].on_ref:
+                hint = 'Add device="cuda:0"'
+                raise SettingError(name, getattr(self, name), hint, "without a GPU")
         return self
 
     def check_eager(self) -> ExecutionConfig:
@@ -338,5 +353,9 @@ class ExecutionConfig:
 
     def _check(self, name: str, harmless: tuple[object, ...], why: str, hint: str) -> None:
         value = getattr(self, name)
-        if not any(value is each or value == each for each in harmless):
+        if not _is_one_of(value, harmless):
             raise SettingError(name, value, hint, why)
+
+
+def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
+    return any(value is each or value == each for each in values)

@@ -144,3 +144,19 @@ def test_a_lost_device_ends_every_request_and_the_engine(threaded: bool) -> None
 def test_settings_out_of_range_are_named(settings: dict) -> None:
     with pytest.raises(PykernelsError, match=next(iter(settings))):
         EngineConfig(**settings)
+
+
+def test_the_pace_is_that_of_decode_steps_alone() -> None:
+    """A prompt's step beside them takes longer, and counts neither itself nor to the next one."""
+    engine, runner = timed(max_num_batched_tokens=16, num_pages=200)
+    first = engine.submit([1, 2, 3], params(1, 150))
+    while len(first.requests[0].output) < 60:
+        engine.step()
+    assert engine.pace is None
+    engine.submit(list(range(150)), params(2, 1))
+    while engine.step():
+        pass
+    pace = engine.pace
+    assert pace is not None and pace.sequences == 1
+    assert pace.seconds == pytest.approx(0.020)
+    assert 50 < pace.context < 60  # of the 17th step to the 80th

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from model.cli.main import app
 from model.inspection.examine import examine
+from model.inspection.subject import open_subject
 from model.planner.machines import shipped
-from model.planner.subject import open_subject
 
 from . import tiny
 
@@ -35,7 +35,7 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert ours == pytest.approx(sum(e.bytes for e in examine(tmp_path).entries), rel=0.02)
     found = planned(str(tmp_path), *H200, "--device", "cpu")
     assert found["source"] == "its headers"
-    assert found["serve"] == f"pykernels serve --model {tmp_path}"
+    assert found["serve"] == f"pykernels serve --model {tmp_path} --device cpu"
 
 
 def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
+from runtime.engine.pace import Speed
+
 from .conftest import NAME, Running, Script
 
 ASKED: Any = [{"role": "user", "content": "def quicksort(xs):"}]
@@ -99,3 +103,14 @@ def test_the_page_needs_no_key(scripted: Script) -> None:
         )
         assert http.get("/page/main.js").headers["Content-Type"].startswith("text/javascript")
         assert http.get("/page/routes.py").status_code == 401
+
+
+def test_speed_beside_its_prediction(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.llm, "speed", Speed(2, 300, 100.0, 70.0))
+    with served.http() as http:
+        speed = http.get("/v1/pykernels/figures").json()["speed"]
+        metrics = http.get("/metrics").text
+    assert speed["predicted"] == 100 and "70.0 tok/s where 100.0 are predicted" in speed["note"]
+    label = 'context="300",of="measured",sequences="2"'
+    assert f"pykernels_decode_tokens_per_second{{{label}}} 70.0" in metrics
+    assert "pykernels_decode_off_prediction 1.0" in metrics

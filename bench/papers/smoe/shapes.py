@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from model.planner.subject import open_subject
+from model.inspection.subject import open_subject
 from runtime.passes.layers import moe_layers
 
 from . import told

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 
 from ...server.http.settings import ROUTER, ServerSettings
 from ...server.loading import bound_socket, told_to_wait
@@ -23,12 +25,13 @@ from ..shared.common import Debug, State, command, err, note, read_key
 from ..shared.execution import opened_with
 from ..shared.model_options import Model, Rules
 from ..shared.options import Choose
-from ..shared.session import status
+from ..shared.session import OFF_HINT, status
 from .router import check_unused, nodes_of, route, shared
 
 if TYPE_CHECKING:
     from ...llm import LLM
 
+_WATCH_SECONDS = 1.0
 _SERVER, _ENGINE = "The server", "The engine"
 _REQUESTS = Choose(names={"max_body_bytes": "max_body_mb"}, panel=_SERVER)
 _SIZES = Choose(names={"max_num_seqs": "max_batch"}, panel=_ENGINE)
@@ -38,7 +41,7 @@ _SIZES = Choose(names={"max_num_seqs": "max_batch"}, panel=_ENGINE)
 def serve(
     settings: Annotated[ServerSettings, _REQUESTS],
     engine: Annotated[EngineConfig, _SIZES],
-    execution: ExecutionConfig,
+    execution: Annotated[ExecutionConfig, Choose(defaults={"device": CHOSEN})],
     model: Model = None,
     name: Annotated[
         list[str] | None,
@@ -129,11 +132,21 @@ def serve(
             read_roof = _read_roof(llm)
         for line in llm.decisions:
             note(line)
+        threading.Thread(target=_watch_speed, args=(llm,), name="speed", daemon=True).start()
         if http is None:
             run(create_app(LocalModel(llm), settings, read_roof), settings, bound, told)
         else:
             begin = Begin(facts_of(llm), settings, read_roof)
             http.serve(lambda channel: Host(llm, channel, told), begin)
+
+
+def _watch_speed(llm: LLM) -> None:
+    """Notes, once, that the first decode steps are not as fast as predicted."""
+    while llm.engine.healthy and llm.engine.pace is None:
+        time.sleep(_WATCH_SECONDS)
+    speed = llm.check_speed() if llm.engine.healthy else None
+    if speed is not None and speed.is_off:
+        note(f"{speed.line}: {OFF_HINT}")
 
 
 def _log_level(settings: ServerSettings) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.option import SettingError
 
 from ...startup.lean_import import import_transformers
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ...engine_stream import EngineStream
     from ...llm import LLM
     from ...text.generate import GenerationStats, GenerationStream
+
+OFF_HINT = "other programs may use the cores; pykernels profile step tells what a step waits for"
+"""Where a model is not as fast as predicted."""
 
 
 class Session:
@@ -42,6 +45,7 @@ class Session:
         """Checks the options and that ``prompt`` fits the context, then loads."""
         eager = eager or dtype is not None
         if eager:
+            execution = _eager(execution)
             _check_eager(execution, engine)
         path, execution = opened_with(execution, model, rules)
         with status("importing torch and transformers"):
@@ -67,13 +71,14 @@ class Session:
         parsed = resolve_rules(rules, config.model_type)
         device = engine_device(execution.device, parsed, config.model_type)
         execution = replace(execution, device=device).check_device()
-        if not eager and device == "cpu" and (reason := why_not(config)):
+        if not eager and device in ("cpu", CHOSEN) and (reason := why_not(config)):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None
         if eager:
             from ... import from_pretrained
 
+            execution = _eager(execution)
             _check_eager(execution, engine)
             threads, kernel, numa = execution.threads, execution.kernel, execution.numa
             self.model = from_pretrained(path, parsed, "cpu", dtype, threads, kernel, numa)
@@ -128,6 +133,10 @@ class Session:
             if answer:
                 sys.stdout.write("\n")
                 sys.stdout.flush()
+        if self.llm is not None and self.llm.speed is None:
+            speed = self.llm.check_speed()
+            if speed is not None and speed.is_off:
+                note(f"{speed.line}: {OFF_HINT}")
         return answer, stream.stats
 
     def _stream(self, prompt: str | list[int]) -> GenerationStream | EngineStream:
@@ -138,6 +147,11 @@ class Session:
         from ...engine_stream import engine_stream
 
         return engine_stream(self.llm, prompt, **self.sampling)
+
+
+def _eager(execution: ExecutionConfig) -> ExecutionConfig:
+    """The configuration on the CPU, where the device is open."""
+    return replace(execution, device="cpu") if execution.device == CHOSEN else execution
 
 
 def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
@@ -155,15 +169,16 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
 
 def _tell(llm: LLM, execution: ExecutionConfig) -> None:
     """Notes of where experts are, and of what was decided."""
+    device = llm.runner.plan.placement.device
     if execution.gpu_experts is not None:
         layers = llm.gpu_experts
         count = sum(map(len, layers.values()))
-        note(f"{count} experts of {len(layers)} layers are on {execution.device} too")
+        note(f"{count} experts of {len(layers)} layers are on {device} too")
     for line in llm.decisions:
         note(line)
     if (slots := llm.runner.expert_slots) is not None:
         sizes = [spec.shape[0] for spec in slots.specs]
-        note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {execution.device}")
+        note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {device}")
 
 
 def summary(stats: GenerationStats, roof: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
+from runtime.engine.pace import Speed
 from runtime.kv_cache.prefix import Held
 from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedLayer
@@ -109,6 +110,7 @@ class Figures:
             steps without prompts.
         nodes: of a router.
         cache: counts of the experts in a GPU's slots, by name; none without slots.
+        speed: of its first decode steps, beside what was predicted; None: not known.
     """
 
     stats: EngineStats
@@ -117,6 +119,7 @@ class Figures:
     expert_bytes: int
     cache: Mapping[str, float] = field(default_factory=dict)
     nodes: Sequence[NodeFigures] = ()
+    speed: Speed | None = None
 
 
 class ServedModel(Protocol):

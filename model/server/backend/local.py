@@ -101,4 +101,4 @@ def figures_of(llm: LLM) -> Figures:
         every, experts = every + steps * all_of_step, experts + steps * experts_of_step
     cache = llm.expert_cache
     counts = {} if cache is None else {name: getattr(cache, name) for name in _CACHE_COUNTS}
-    return Figures(stats, llm.runner.weight_bytes, every, experts, counts)
+    return Figures(stats, llm.runner.weight_bytes, every, experts, counts, speed=llm.speed)

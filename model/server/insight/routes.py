@@ -52,8 +52,12 @@ def insight_routes(served: Served) -> APIRouter:
         """The engine's counts since its start: what lies between two of them belongs to the steps
         between, whoever asked for them. Bytes are those of weights that steps without prompts have
         read; ``read_roof`` is in bytes a second, null where the CPU reads none or it is unknown.
-        ``kv_levels`` are what is behind the pages of the KV cache, ``nodes`` those of a router."""
+        ``kv_levels`` are what is behind the pages of the KV cache, ``nodes`` those of a router.
+        ``speed`` is that of the first decode steps, in tokens a second, beside what was predicted
+        for them; with a ``note`` where they differ by more than a fifth."""
         current = await served.model.figures()
+        speed = current.speed
+        note = None if speed is None or not speed.is_off else speed.line
         return {
             "running": current.stats.running,
             "decode_steps": sum(current.stats.decode_steps.values()),
@@ -66,6 +70,7 @@ def insight_routes(served: Served) -> APIRouter:
             "cached_tokens": current.stats.cached_tokens,
             "kv_levels": {name: asdict(level) for name, level in current.stats.kv_levels.items()},
             "nodes": [asdict(node) for node in current.nodes],
+            "speed": None if speed is None else {**asdict(speed), "note": note},
         }
 
     @router.post("/v1/pykernels/steps")

@@ -80,7 +80,7 @@ export class Devices {
 
   lines(found) {
     const { decode_steps, decode_seconds, read_bytes, read_roof, expert_cache } = found;
-    const { prompt_tokens, cached_tokens } = found;
+    const { prompt_tokens, cached_tokens, speed } = found;
     const lines = [["prompt tokens", prompt_tokens.toLocaleString("en")]];
     lines.push(["of these cached", prompt_tokens ? percent(cached_tokens / prompt_tokens) : "–"]);
     lines.push(["decode steps", decode_steps.toLocaleString("en")]);
@@ -90,6 +90,11 @@ export class Devices {
       if (read_roof) lines.push(["share of the read roof", percent(read_bytes / decode_seconds / read_roof)]);
     }
     if (read_roof) lines.push(["read roof of the workers", `${(read_roof / GB).toFixed(1)}\u00a0GB/s`]);
+    if (speed) {
+      const rates = [speed.measured, speed.predicted].map((rate) => rate.toFixed(1));
+      lines.push(["first decode steps", `${rates[0]}\u00a0tok/s, predicted ${rates[1]}`]);
+    }
+    if (speed?.note) lines.push(["off by more than a fifth", speed.note]);
     if (expert_cache) {
       const { choices, hits, swaps } = expert_cache;
       lines.push(["experts chosen", choices.toLocaleString("en")]);

@@ -169,6 +169,7 @@ class _EngineCollector(Collector):
         yield from self._levels()
         yield self._prompt_steps()
         yield from self._nodes()
+        yield from self._speed()
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
@@ -242,6 +243,21 @@ class _EngineCollector(Collector):
             asked.add_metric(labels, node.requests)
             lost.add_metric(labels, node.lost)
         yield from (up, inside, rate, asked, lost)
+
+    def _speed(self) -> Iterator[Metric]:
+        """The first decode steps beside what was predicted for them."""
+        if (speed := self._figures.speed) is None:
+            return
+        rate = GaugeMetricFamily(
+            "pykernels_decode_tokens_per_second",
+            "Of the first decode steps, of all their sequences: predicted, and measured",
+            labels=("of", "sequences", "context"),
+        )
+        for of in ("predicted", "measured"):
+            rate.add_metric((of, f"{speed.sequences}", f"{speed.context}"), getattr(speed, of))
+        yield rate
+        text = "Whether these differ by more than a fifth"
+        yield GaugeMetricFamily("pykernels_decode_off_prediction", text, value=speed.is_off)
 
     def _reads(self) -> Iterator[Metric]:
         """Weights that steps without prompts have read."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ...planning.config import ExecutionConfig
     from ..requests.drafters import MakeDrafter
 
+CONTEXT = 8192
+"""Default ``max_model_len``, if the model has as many positions."""
+
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
 

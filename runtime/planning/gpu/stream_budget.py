@@ -114,8 +114,8 @@ def streaming_bytes(
 
 
 def most_tokens(nbytes: int, numbers: int, positions: int) -> int:
-    """Tokens of a step after which no GPU would wait for its link; no more than the longest sequence
-    has, in whole 1,024s, or 4,096.
+    """Tokens of a step after which no GPU would wait for its link; no more than the longest
+    sequence has, in whole 1,024s, or 4,096.
 
     Args:
         nbytes: of all experts; ``numbers``: of the experts that a token takes.

@@ -78,6 +78,7 @@ def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path, without_ca
         text = llm.generate(PROMPT, max_tokens=12, temperature=0).text
     assert (result.code, result.out) == (0, PROMPT + text + "\n")
     assert re.fullmatch(
+        r"note: cpu: decode is predicted at [\d.]+ tok/s at a context of \d+, by 40 GB/s .*\n"
         rf"{len(PROMPT)} prompt tokens · prefill \d+ tok/s · decode [\d.]+ tok/s · "
         r"weights [\d.]+ GB/s \(\d+ % of the 40 GB/s read roof\)\n",
         result.err,
@@ -96,7 +97,7 @@ def test_weights_in_the_caches_have_no_share_of_the_roof(
 def test_without_memory_for_the_roof_there_is_no_share(
     run: Run, writer: Path, without_caches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = lambda threads, pool, least: roofline.read_roof(pool())  # noqa: E731
+    measured = lambda threads, pool, least=0.0: roofline.read_roof(pool())  # noqa: E731
     monkeypatch.setattr(roofline, "kept_read_roof", measured)
     monkeypatch.setattr(roofline, "roof_bytes", lambda: 1 << 50)
     result = run("generate", "--model", writer, "--max-new-tokens", 2, PROMPT)
