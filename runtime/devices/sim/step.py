@@ -101,7 +101,8 @@ def simulate(
     tasks = _tasks(compiled, machine, load)
     total = (machine.cpu.contended_gbps or machine.cpu.read_gbps) - beside_gbps
     link = machine.gpu.link_gbps if machine.gpu else 0.0
-    _run(tasks, {CPU: total * 1e9} | dict.fromkeys(machine.gpus, link * 1e9))
+    roofs = dict.fromkeys((*machine.gpus, *compiled.parts), link * 1e9) | {CPU: total * 1e9}
+    _run(tasks, roofs)
     end = max((task.end for task in tasks), default=0.0)
     host = (machine.engine.step_us if load.decodes else machine.engine.prompt_us) * 1e-6
     ran = tuple(Ran(t.node, t.lane, t.begin, t.end, t.cost.seconds, t.cost) for t in tasks)
