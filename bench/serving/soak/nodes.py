@@ -8,7 +8,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -90,19 +90,24 @@ def run(
         raise PykernelsError(f"there is no {missing.pop()} with --way {way}", "Give --way store")
     draw = random.Random(seed)
     rows: list[Kills] = []
+
+    def keep() -> None:
+        if save is not None:
+            found = {"way": way, "clients": _CLIENTS, "kinds": [asdict(row) for row in rows]}
+            save.write_text(json.dumps(provenance() | found, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="pykernels-nodes-") as name:
         folder = Path(name)
         expected = _alone(draw, folder, model)
         with Fleet(way, folder, model, _EACH) as fleet:
             for some in _at_once(kinds):
                 before = _told(fleet)
-                row = asyncio.run(_Load(fleet, expected, draw).killed(some, times))
-                row.told, row.moved = _told(fleet) - before, fleet.moved
+                row = Kills(" and ".join(some))
                 rows.append(row)
+                asyncio.run(_Load(fleet, expected, draw, row, keep).killed(some, times))
+                row.told, row.moved = _told(fleet) - before, fleet.moved
+                keep()
                 print(_line(row), flush=True)
-                if save is not None:
-                    found = {"way": way, "clients": _CLIENTS, "kinds": [asdict(r) for r in rows]}
-                    save.write_text(json.dumps(provenance() | found, indent=1) + "\n")
     sent, right = (sum(getattr(row, name) for row in rows) for name in ("sent", "right"))
     told = f"{way}: {sum(row.kills for row in rows)} kills, {right} of {sent} requests right"
     return told, all(row.good for row in rows)
@@ -185,27 +190,37 @@ class _Wrong(ValueError):
 
 
 class _Load:
-    """Clients of a router, and who kills its nodes meanwhile."""
+    """Clients of a router, and who kills its nodes meanwhile.
 
-    def __init__(self, fleet: Fleet, expected: Sequence[_Expected], draw: random.Random) -> None:
-        self._fleet, self._expected = fleet, expected
-        self._draw, self._ended = draw, False
+    Args:
+        row: counts what happens; ``keep``: called behind each kill.
+    """
 
-    async def killed(self, kinds: Sequence[str], times: int) -> Kills:
+    def __init__(
+        self,
+        fleet: Fleet,
+        expected: Sequence[_Expected],
+        draw: random.Random,
+        row: Kills,
+        keep: Callable[[], None],
+    ) -> None:
+        self._fleet, self._expected, self._draw = fleet, expected, draw
+        self._row, self._keep, self._ended = row, keep, False
+
+    async def killed(self, kinds: Sequence[str], times: int) -> None:
         """Kills the processes of each kind in turns, so many times in all; kinds at once."""
-        self._row = Kills(" and ".join(kinds))
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
             clients = [asyncio.create_task(self._client(http)) for _ in range(_CLIENTS)]
             await asyncio.gather(*(self._kill_each(kind, times) for kind in kinds))
             self._ended = True
             await asyncio.gather(*clients)
-        return self._row
 
     async def _kill_each(self, kind: str, times: int) -> None:
         victims = self._fleet.of(kind)
         for i in range(times):
             await self._kill(victims[i % len(victims)])
+            self._keep()
 
     async def _kill(self, victim: Process) -> None:
         answered = self._row.sent + _CLIENTS  # the others' caches are of use again
