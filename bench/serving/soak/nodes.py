@@ -21,7 +21,7 @@ from runtime.planning.option import check_whole
 from .fleet import NODES, Fleet, Process, free_ports, serve_command
 
 _CLIENTS = 6
-_PROMPTS, _TOKENS, _FEWEST = 24, 96, 24
+_PROMPTS, _TOKENS, _FEWEST = 48, 96, 24
 _SURE = 0.05
 """Lead in log-probability that a token must have, or an answer ends before it: rounding, which is
 another one in another batch, may decide what is closer."""
@@ -32,7 +32,8 @@ _HANGS_SECONDS = 180.0
 _AGAIN_SECONDS = 0.2
 _TAKEN_SECONDS = 120.0
 """For a router to take a node back, once that takes requests."""
-_EACH = ("--kernel", "generic", "--threads", "1", "--kv-tokens", "8192", "--max-batch", "8")
+_EACH = ("--kernel", "generic", "--threads", "1", "--kv-tokens", "6144", "--max-batch", "8")
+"""With so few pages most of a prompt comes from another node, or a store."""
 
 
 @dataclass
