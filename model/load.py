@@ -59,10 +59,10 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
+from .pinning.windows import cost_of, described
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
-from .windows import cost_of, described
 
 
 def load_engine(

@@ -30,7 +30,7 @@ from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
 from ..checkpoint.memory import pages_of
-from ..windows import cost_of
+from ..pinning.windows import cost_of
 from .settings import Case
 from .stretch import Stretch
 

@@ -9,8 +9,8 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.windows import window_pages
 from runtime.program.sizes import StepSizes
 
-from .architectures.decoder import Decoder
-from .checkpoint.cache_cost import CacheCost
+from ..architectures.decoder import Decoder
+from ..checkpoint.cache_cost import CacheCost
 
 GIB = 1 << 30
 
