@@ -20,7 +20,7 @@ GPUS = {1: "SLP", 2: "DSLP"}
 FILE = (
     RESULTS
     / "2-nvidia-h200-with-32-emeraldrapids-cores"
-    / "2026-11-28-dslp-deepseek-v3-5-layers-fp8.json"
+    / "2026-11-28-dslp-deepseek-v3-8-layers-fp8.json"
 )
 
 
@@ -52,7 +52,7 @@ def figure13() -> list[Cell]:
     )
     for row in _measured():
         if row["gpus"] == 2:
-            what = f"two H200, 5 layers: two GPUs over one, {row['tokens']} tokens"
+            what = f"two H200, {row['layers']} layers: two GPUs over one, {row['tokens']} tokens"
             one, two = (_there(row | {"gpus": gpus}) for gpus in (1, 2))
             ours = one / two if one and two else None
             gain = row["x_first"]
@@ -78,7 +78,7 @@ def figure14() -> list[Cell]:
         most = told.WITHIN_LIMIT[gpus]
         found.append(Cell(figure, what, "tokens", most, _within(gpus), says=ABOUT))
     for row in _measured():
-        what = f"two H200, 5 layers: {row['way']}, {row['tokens']} tokens"
+        what = f"two H200, {row['layers']} layers: {row['way']}, {row['tokens']} tokens"
         found.append(Cell(figure, what, "s", None, _there(row), row["seconds"], file=file_of(FILE)))
     return found
 
@@ -136,8 +136,10 @@ def figure3() -> list[Cell]:
         ),
         Cell(figure, "CP2+SmallEP2: sent, of a layer's time", "%", None, 100 * sent["small_ep"]),
     ]
-    rows = {row["gpus"]: row for row in _measured() if row["tokens"] == tokens}
-    what = f"two H200, 5 layers, {tokens} tokens: SmallEP on two GPUs over one"
+    near = [row for row in _measured() if row["tokens"] == tokens]
+    layers = max(row["layers"] for row in near)
+    rows = {row["gpus"]: row for row in near if row["layers"] == layers}
+    what = f"two H200, {layers} layers, {tokens} tokens: SmallEP on two GPUs over one"
     share = rows[2]["seconds"] / rows[1]["seconds"]
     paper = told.EP_LAYER_TIME * told.SMALL_EP_OVER_EP  # no value of its own: it counts above
     ours = small.seconds / one.seconds

@@ -21,7 +21,7 @@ ABOUT_IT = (
     "Figures 5 and 6 are of what the embedded model's routers chose"
     " ([routing.json](routing.json), `python -m bench.papers routing`):",
     "",
-    "![routing.png](routing.png)",
+    "![smoe-routing.png](smoe-routing.png)",
 )
 UNEXPLAINED = (
     "Figure 10: KTransformers' own prompts are only drawn. Here its ten cores compute as fast as"

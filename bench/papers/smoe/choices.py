@@ -89,7 +89,7 @@ def record_choices(out: Path) -> None:
         "chosen": [ids[0][:, layer].tolist() for layer in range(every.shape[1])],
     }
     (out / "routing.json").write_text(json.dumps(data) + "\n")
-    _draw(counts, ids[0], E, out / "routing.png")
+    _draw(counts, ids[0], E, out / "smoe-routing.png")
 
 
 def _draw(counts: list[NDArray[Any]], ids: NDArray[np.int32], E: int, file: Path) -> None:
