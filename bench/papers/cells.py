@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from .rows import RESULTS
@@ -182,7 +183,7 @@ def _bars(axis: Axes, title: str, own: Sequence[Cell]) -> None:
             place = row - 0.42 + width * (i + 0.5)
             axis.barh(place, value, width, color=_COLOURS[key])
             axis.text(value, place, f" {_number(value)}", fontsize=6, va="center")
-    axis.set_yticks(range(len(own)), [cell.what for cell in own], fontsize=7)
+    axis.set_yticks(range(len(own)), [fill(cell.what, 48) for cell in own], fontsize=7)
     axis.set_ylim(len(own) - 0.4, -0.6)
     axis.margins(x=0.12)
     axis.set_title(title, fontsize=8, loc="left", pad=3)

@@ -29,8 +29,8 @@ UNEXPLAINED = (
     "Figure 13: the paper's prompts on the CPU take two and a half times as long as kernels of many"
     " rows would on its cores.",
     "Figures 13 and 14: four of our layers on an H200, of which one has experts, take twice as"
-    " long as simulated: attention and dense layers of 20,480 tokens are slower than the GPU's rates"
-    " say. Each layer more takes 193 ms, as long as its experts over the link.",
+    " long as simulated: attention and dense layers of 20,480 tokens are slower than the GPU's"
+    " rates say. Each layer more takes 193 ms, as long as its experts over the link.",
     "Table 1: OpenBLAS reaches less of two sockets' memory than NumPy's of two cores' here.",
 )
 
