@@ -53,13 +53,13 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         ]
         sums = []
         with one.open("wb") as file:
-            for name in names:
+            for block in names:
                 data = rng.integers(0, 256, nbytes, np.uint8)
-                level.write(name, memoryview(data), 0)
+                level.write(block, memoryview(data.data), 0)
                 file.write(data)
                 sums.append(int(data.astype(np.uint64).sum()))
         for _ in range(chosen.rounds):
-            _forget([*(level.path / name.file for name in names), one])
+            _forget([*(level.path / block.file for block in names), one])
             seconds, lost = _read(level, names, sums, nbytes)
             rates["blocks"].append(count * nbytes / seconds)
             wrong += lost
@@ -89,12 +89,12 @@ def _read(
     for space in spaces:
         space[:] = 0  # memory that was used before
     seconds, wrong = 0.0, 0
-    for i, (name, want) in enumerate(zip(names, sums, strict=True)):
+    for i, (block, want) in enumerate(zip(names, sums, strict=True)):
         space = spaces[i % AHEAD]
         began = time.perf_counter()
         for later in names[i + 1 : i + 1 + AHEAD]:
             level.prefetch(later)
-        found = level.read(name, [memoryview(space)])
+        found = level.read(block, [memoryview(space.data)])
         seconds += time.perf_counter() - began
         if i % 16 == 0:  # to add up takes time, in which the disk reads on
             wrong += found != "whole" or int(space.astype(np.uint64).sum()) != want
