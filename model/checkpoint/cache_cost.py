@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from runtime.kv_cache.layout import PAGE
 
 
+_MOST = 16
+"""Where all layers have a window, pages cost nothing but their records on the host."""
+
+
 def _whole(pages: int) -> int:
     return 0
 
@@ -40,11 +44,12 @@ class CacheCost:
         return -(-self.nbytes(pages) // (pages * PAGE))
 
     def most_pages(self, nbytes: int) -> int:
-        """Pages that fit."""
+        """Pages that fit; no more than ``_MOST`` times as many as without windows."""
         fit = max(0, nbytes) // (PAGE * max(self.token, 1))
-        while fit and self.nbytes(2 * fit) <= nbytes:
+        most = _MOST * fit
+        while 0 < fit < most and self.nbytes(2 * fit) <= nbytes:
             fit *= 2
-        step = fit
+        step = fit if fit < most else 1
         while step := step // 2:
             fit += step if self.nbytes(fit + step) <= nbytes else 0
         return fit

@@ -57,9 +57,9 @@ def _fill(cache: torch.Tensor, name: str, places: Sequence[int]) -> None:
     """Writes one page's random numbers to all of these pages or slots."""
     one = cache[0]
     if name.endswith("_scale"):
-        data = torch.full(one.shape, _SCALE, device=cache.device)
+        data = torch.full(one.shape, _SCALE, dtype=torch.float32, device=cache.device)
     else:
-        data = torch.randn(one.shape, device=cache.device)
+        data = torch.randn(one.shape, dtype=torch.float32, device=cache.device)
     row = data.to(cache.dtype).reshape(1, -1).view(torch.uint8)
     at = torch.tensor(places, dtype=torch.int64, device=cache.device)
     cache.flatten(1).view(torch.uint8)[at] = row

@@ -71,7 +71,7 @@ def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
     now += 61
     read(6)
     assert prefill.taken[4:] == [Route.DISAGGREGATED, Route.DSLP]
-    assert engine.decisions == (
+    assert tuple(engine.decisions) == (
         "prompts: below 12 tokens beside answers, longer ones in steps of their own, on all GPUs"
         " where nothing decodes for 60 s, else on a GPU on which nothing decodes",
     )
