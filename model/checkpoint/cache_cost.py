@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from runtime.kv_cache.layout import PAGE
 
-
 _MOST = 16
 """Where all layers have a window, pages cost nothing but their records on the host."""
 
