@@ -127,14 +127,14 @@ def balanced_share(placed: Placed, tokens: int) -> float:
     """The share of a layer's experts that crosses in a split step: as many as take the link as long
     as the CPU takes for the others."""
     machine, program = placed.case.machine, placed.case.subject.decoder.lower()
-    layer = moe_layers(program)[0].experts
-    spec = program.weight(layer, "experts")
+    layer = moe_layers(program)[0]
+    spec = program.weight(layer.experts, "experts")
     E, H, I = spec.shape  # noqa: E741
     gpu, law = machine.gpu, placed.case.wanted.routing
     assert gpu is not None
     kernel = kernel_of(machine.cpu.kernels, spec.fmt)
     decode = (kernel.rows_gweights_s or kernel.decode_gweights_s) * 1e9
-    topk = float(placed.case.subject.config.num_experts_per_tok)
+    topk = float(layer.topk)
 
     def took(k: int) -> float:
         link = k * spec.bytes_per_expert / (gpu.link_gbps * 1e9)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from model.cli.main import app
 from model.inspection.examine import examine
 from model.inspection.subject import open_subject
+from model.named import ARCHS
 from model.planner.machines import shipped
 
 from . import tiny
@@ -70,6 +71,17 @@ def test_a_context_that_fits_no_card_lies_in_main_memory() -> None:
 def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
     found = planned("qwen3-30b", "--layers", "2", "--format", "q4_k", "--machine", name)
     assert found["decode_tok_s"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(each, marks=pytest.mark.all) if each != "gemma4-26b" else each for each in ARCHS],
+)
+def test_every_known_shape_has_a_prediction(arch: str) -> None:
+    """With experts on the CPU, some of which cross for prompts."""
+    there = ["--machine", "osdi26-5090", "--device", "cuda:0", "--experts", "cpu"]
+    found = planned(arch, "--layers", "8", "--format", "q4_k", *there, "--prompt", "700")
+    assert found["decode_tok_s"] > 0 and found["prompt_tok_s"] > 0  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
