@@ -246,6 +246,7 @@ def test_pages_go_by_mooncake(
         (["--role", "router", *P, "--decode-node", "10.0.0.2:80"],
          "--decode-node 10.0.0.2:80 is no address of a node"),
         (["--role", "router", *P, *D, "--max-batch", "4"], "--max-batch 4 of a router"),
+        (["--role", "router", *P, *D, "--rules", __file__], "--rules of a router"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(given: list[str], told: str) -> None:

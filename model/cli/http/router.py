@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.option import SettingError
 
 from ...server.http.settings import ROUTER, ServerSettings
@@ -69,8 +69,7 @@ def shared(engine: EngineConfig, settings: ServerSettings) -> EngineConfig:
 
 def check_unused(engine: EngineConfig, execution: ExecutionConfig, rules: Path | None) -> None:
     """Raises SettingError where a router is given a setting of an engine, which it has not."""
-    for given in (engine, execution):
-        unset = type(given)()
+    for given, unset in ((engine, EngineConfig()), (execution, ExecutionConfig(device=CHOSEN))):
         for each in fields(given):
             value = getattr(given, each.name)
             if value != getattr(unset, each.name):
