@@ -70,7 +70,7 @@ def ten(found: Sequence[Compared]) -> Iterator[Ranked]:
 
 
 def _speed(found: Sequence[Compared], choice: Choice, place: str) -> tuple[float, float]:
-    """What is measured and predicted of a side, more is faster; (0, 0): nobody measured it."""
+    """Returns the measured and the predicted speed of a side; (0, 0): nobody measured it."""
     wanted = choice.machine, choice.kind, choice.batch, choice.size, place
     rows = [
         each

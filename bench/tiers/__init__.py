@@ -1,1 +1,1 @@
-"""What is behind the pages of the KV cache: rates of a store, and faults."""
+"""Times the levels behind the pages of the KV cache, and damages what is in them."""

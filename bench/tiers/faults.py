@@ -109,7 +109,7 @@ class Served:
             self.counts["wrong pages"] += checksum not in self.written.get(name, ())
 
     def answer(self, found: list[int], sure: list[int]) -> None:
-        """Of a conversation."""
+        """Counts an answer of a conversation, and whether it is right."""
         self.counts["answers"] += 1
         self.counts["tokens"] += len(sure)
         self.counts["wrong answers"] += found[: len(sure)] != sure

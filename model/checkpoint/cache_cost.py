@@ -29,7 +29,7 @@ class CacheCost:
     pool: Callable[[int], int] = _whole
 
     def times(self, factor: float) -> CacheCost:
-        """That of so many times as many layers."""
+        """Returns the cost of ``factor`` times as many layers."""
         token, windowed = (round(n * factor) for n in (self.token, self.windowed))
         return CacheCost(token, windowed, self.pool)
 

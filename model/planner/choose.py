@@ -1,4 +1,4 @@
-"""What is chosen where options leave it open, and what would fit where nothing does."""
+"""Chooses what options leave open, and finds what would fit where nothing does."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def placed(case: Case, whole: bool = False) -> Placed:
 
 
 def _sizes(case: Case, stretch: Stretch) -> StepSizes:
-    """Of the largest step, with a cache as the engine makes it (``load_engine``)."""
+    """Returns the sizes of the largest step, with a cache as ``load_engine`` makes it."""
     wanted, decoder, engine = case.wanted, case.subject.decoder, case.wanted.engine
     if engine is None:
         pages, slots = -(-wanted.positions // 64) * 4 * wanted.batch, 2 * wanted.batch

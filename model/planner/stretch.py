@@ -45,7 +45,7 @@ class Stretch:
 
     @property
     def layouts(self) -> GpuLayouts:
-        """Of all layers on GPUs."""
+        """Tells what all layers take on GPUs."""
         from runtime.devices.cuda.layouts import CudaLayouts
 
         stretch = self

@@ -26,7 +26,7 @@ FILE = (
 
 @dataclass(frozen=True)
 class Times:
-    """Of a load: seconds to the prompt's first token, of a token of an answer, and of all."""
+    """Holds a load's seconds to the prompt's first token, for a token of an answer, and in all."""
 
     ttft: float
     tpot: float

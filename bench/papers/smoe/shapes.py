@@ -13,8 +13,8 @@ from . import told
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a model: layers that have some, experts of each and of a token, numbers and bytes of
-    one."""
+    """Says how many layers have experts, how many each layer and each token has, and how many
+    numbers and bytes one takes."""
 
     layers: int
     E: int
@@ -25,7 +25,7 @@ class Experts:
 
 @functools.lru_cache(maxsize=4)
 def experts_of(model: str) -> Experts:
-    """Of DeepSeek-V3 or Qwen3-235B."""
+    """Returns those of DeepSeek-V3 or Qwen3-235B."""
     program = open_subject(told.MODELS[model], told.FMT).decoder.lower()
     layers = moe_layers(program)
     spec = program.weight(layers[-1].experts, "experts")

@@ -48,5 +48,5 @@ LAYER_WISE_WAIT_MS = 1.0
 
 
 def means(model: str) -> dict[str, float]:
-    """Of all data sets, by program."""
+    """Returns the mean over all data sets, by program."""
     return {name: mean(row[i] for row in TABLE_I[model].values()) for i, name in enumerate(COLUMNS)}

@@ -142,7 +142,7 @@ def _told(fleet: Fleet) -> int:
 
 
 def _prompt(draw: random.Random) -> str:
-    """Of five to ten pages."""
+    """Makes a prompt of five to ten pages."""
     lines = draw.randint(25, 50)
     numbers = (draw.randrange(1000) for _ in range(lines))
     return "".join(f"def f{i}(x):\n    return x + {i}\n" for i in numbers)

@@ -164,7 +164,7 @@ class ServedModel(Protocol):
         ...
 
     def meet(self, peers: Sequence[Peer]) -> None:
-        """What is submitted from now on may have pages from these nodes' memory."""
+        """Lets what is submitted from now on have pages from these nodes' memory."""
         ...
 
     async def figures(self) -> Figures:

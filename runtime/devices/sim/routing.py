@@ -34,7 +34,7 @@ class Routing:
     def rows(
         self, E: int, topk: float, tokens: float, first: int = 0, last: int = -1
     ) -> tuple[tuple[float, float], ...]:
-        """Of each expert the chance that any token takes it, and by how many it is taken then; the
+        """Returns for each expert the chance that any token takes it, and how many then do; the
         arguments are ``distinct``'s."""
         each = self.taken(E, topk)[first : None if last < 0 else last]
         chances = [(1 - (1 - q) ** tokens, q * tokens) for q in each if q > 0]

@@ -70,7 +70,7 @@ class BlockName:
         return _checked(known, checksum(payload)).ljust(self.header_bytes, b"\0")
 
     def fits(self, header: Buffer, payload: Sequence[Buffer]) -> bool:
-        """Whether what was read is this block, whole."""
+        """Tells whether what was read is this block, whole."""
         return bytes(header) == self.header(payload)
 
     def is_in(self, header: Buffer) -> bool:
@@ -106,7 +106,7 @@ def _checked(known: bytes, payload: int) -> bytes:
 
 
 def why_damaged(data: Buffer, name: str) -> str | None:
-    """What is wrong with a file of this name and content; None: nothing is.
+    """Says what is wrong with a file of this name and content; None: nothing is.
 
     It needs no model: whether the block is the one that a name of a model asks for says
     ``BlockName.fits``.

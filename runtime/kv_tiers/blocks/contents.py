@@ -53,7 +53,7 @@ def opened(root: Path) -> None:
 
 
 def by_model(root: Path) -> list[ModelBlocks]:
-    """What is there of each model, what was of use last first."""
+    """Lists what is there of each model; what was of use last comes first."""
     found = []
     for folder in folders(root):
         files = list(blocks_of(folder))
