@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from model.cli.shared.common import err
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Minutes = Annotated[
     float | None,
@@ -69,7 +72,8 @@ NO_BAR = Bar(lambda what: None, lambda work: None)
 
 @contextmanager
 def bar(total: float) -> Iterator[Bar]:
-    """A bar that is gone behind the block.
+    """A bar that is gone behind the block; where no terminal shows it, a line for each part, once,
+    with the seconds since the first one.
 
     Args:
         total: work in all, in any unit.
@@ -78,6 +82,9 @@ def bar(total: float) -> Iterator[Bar]:
     from rich.progress import TimeRemainingColumn as Left
 
     console = err()
+    if not console.is_terminal:
+        yield Bar(_lines(console), lambda work: None)
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,10 +93,20 @@ def bar(total: float) -> Iterator[Bar]:
         Left(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as shown:
         task = shown.add_task("", total=total)
         yield Bar(
             lambda what: shown.update(task, description=what),
             lambda work: shown.advance(task, work),
         )
+
+
+def _lines(console: Console) -> Callable[[str], None]:
+    began, said = time.perf_counter(), set[str]()
+
+    def say(what: str) -> None:
+        if what not in said:
+            said.add(what)
+            console.print(f"{time.perf_counter() - began:.0f} s: {what}", markup=False)
+
+    return say
