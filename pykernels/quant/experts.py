@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ Packer = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 """``Format.pack`` or its like: (format, weight, blocks, scales)."""
 
 _ALIGN = 4096
+_SECTIONS = ("gate_up", "gate_up_scale", "down", "down_scale", "gate_up_bias", "down_bias")
 _ITEMSIZES = (1, 1, 1, 1, 4, 4)
 """The sections of ``PackedExperts`` hold bytes, and float32 biases."""
 
@@ -46,7 +49,6 @@ class PackedExperts:
     """``E`` experts: gate and up blocks alternate in one stream, so that one task reads one run.
 
     Attributes:
-        arena: uint8, the memory in which all others lie.
         fmt: of gate and up; ``down_fmt``: of down.
         gate_up: uint8 [E, I / 32, 2, block bytes of K = H]: gate block i, then up block i.
         gate_up_scale: uint8 [E, I / 32, 2, scale bytes of K = H].
@@ -54,7 +56,7 @@ class PackedExperts:
         down_scale: uint8 [E, H / 32, scale bytes of K = I].
         gate_up_bias: float32 [E, I / 32, 2, 32] and ``down_bias`` [E, H / 32, 32], the padding
             zeros; without elements where ``shape.spec`` has no biases.
-        arena: uint8, the memory of all of them.
+        arena: uint8, the memory of all of them; of ``some`` that of the whole layer.
 
     Args:
         packer: what writes a matrix; ``runtime`` has one that uses every core.
@@ -97,14 +99,7 @@ class PackedExperts:
     @property
     def sections(self) -> tuple[torch.Tensor, ...]:
         """All that an expert is, expert by expert."""
-        return (
-            self.gate_up,
-            self.gate_up_scale,
-            self.down,
-            self.down_scale,
-            self.gate_up_bias,
-            self.down_bias,
-        )
+        return tuple(getattr(self, name) for name in _SECTIONS)
 
     @staticmethod
     def _section_dims(shape: MoEShape, fmt: Format, down_fmt: Format) -> list[tuple[int, ...]]:
@@ -176,6 +171,15 @@ class PackedExperts:
         """Copies experts of the same shape and formats that are packed."""
         self.arena.copy_(whole.arena)
         self.packed = list(whole.packed)
+
+    def some(self, first: int, last: int) -> PackedExperts:
+        """Its experts ``first .. last - 1`` as a layer of their own, in the same memory."""
+        found = copy.copy(self)
+        found.shape = replace(self.shape, E=last - first, topk=min(self.shape.topk, last - first))
+        for name in _SECTIONS:
+            setattr(found, name, getattr(self, name)[first:last])
+        found.packed = self.packed[first:last]
+        return found
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""

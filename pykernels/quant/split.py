@@ -7,6 +7,7 @@ between whole blocks of scales, so a slice has the codes and scales of the whole
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -159,6 +160,13 @@ class SplitExperts:
             if not rows.start:
                 own.down_bias.copy_(whole.down_bias)
             own.packed = list(whole.packed)
+
+    def some(self, first: int, last: int) -> SplitExperts:
+        """Its experts ``first .. last - 1`` as a layer of their own, in the same memory."""
+        found = copy.copy(self)
+        found.slices = [packed.some(first, last) for packed in self.slices]
+        found.shape = replace(found.slices[0].shape, I=self.shape.I)
+        return found
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""

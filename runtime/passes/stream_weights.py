@@ -130,9 +130,8 @@ def _stored(spec: WeightSpec) -> tuple[WeightSpec, int]:
     those of a rank are a run of the layer's."""
     if spec.full is None:
         return spec, 0
-    first = spec.expert_ids[0]
-    assert spec.expert_ids == tuple(range(first, first + len(spec.expert_ids)))
-    return spec.full, first
+    assert spec.is_run
+    return spec.full, spec.expert_ids[0]
 
 
 def _router(program: Program, node: Node) -> Node:

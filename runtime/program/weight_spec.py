@@ -212,6 +212,12 @@ class WeightSpec:
         ]
 
     @property
+    def is_run(self) -> bool:
+        """Whether these are neighbouring experts of ``full``."""
+        ids = self.expert_ids
+        return bool(ids) and ids == tuple(range(ids[0], ids[0] + len(ids)))
+
+    @property
     def is_expert_slots(self) -> bool:
         """Whether it is expert slots, which are empty at first."""
         return self.full is not None and not self.expert_ids

@@ -12,6 +12,9 @@ from model.llm import meta_decoder
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import unpack_from_gpu
 from pykernels.quant import PackedMatrix, get_format
+from pykernels.quant.experts import aligned_zeros
+from pykernels.quant.split import SplitExperts
+from pykernels.shapes import MoEShape
 from runtime.devices.cpu.weights import packed
 from runtime.devices.cuda.memory.weights import dense, gpu_bytes, gpu_format, matrix
 from runtime.planning.placement import place
@@ -84,3 +87,31 @@ def test_a_weight_that_was_dropped_is_gone_or_read_anew() -> None:
         store.drop("w")
     store.add("w", PackedMatrix.of(fmt, [fmt.quantize(values)]))
     assert torch.equal(store.get(spec, CPU, dense), values)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_ranks_experts_take_no_memory_of_their_own(slices: int) -> None:
+    fmt, shape = get_format("q8_0"), MoEShape(E=4, H=256, I=512, topk=2)
+    layer = SplitExperts(
+        shape, fmt, [aligned_zeros] * slices, [lambda fmt, *into: fmt.pack(*into)] * slices
+    )
+    g = torch.Generator().manual_seed(0)
+    given = [
+        [
+            fmt.quantize(torch.randn(*dims, generator=g))
+            for dims in ((512, 256), (512, 256), (256, 512))
+        ]
+        for _ in range(shape.E)
+    ]
+    for e, matrices in enumerate(given):
+        layer.pack(e, *matrices)
+    store = WeightStore()
+    spec = store.add("experts", layer)
+    found = store.get(spec.some([2, 3]), CPU, packed)
+    for e, matrices in enumerate(given[2:]):
+        for weight, expected in zip(found.unpack(e), matrices, strict=True):
+            assert torch.equal(fmt.dequantize(weight), fmt.dequantize(expected))
+    for part, whole in zip(found.slices, layer.slices, strict=True):
+        assert part.shape.E == 2 and part.arena.data_ptr() == whole.arena.data_ptr()
+        assert part.gate_up.data_ptr() == whole.gate_up[2].data_ptr()
+    assert store.get(spec.some([0, 3]), CPU, packed).missing() == []

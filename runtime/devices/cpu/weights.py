@@ -54,7 +54,10 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
     """A weight in tiles: taken as it is if it was stored so, else packed part by part; on several
-    NUMA nodes a slice on each."""
+    NUMA nodes a slice on each. Neighbouring experts of a layer lie in the memory of all of them."""
+    if spec.full is not None and spec.is_run:
+        first, last = spec.expert_ids[0], spec.expert_ids[-1] + 1
+        return store.get(spec.full, device, packed).some(first, last)
     ready = None if spec.full else store.ready(spec, packed.__name__)
     assert not isinstance(ready, torch.Tensor)
     as_it_is = store.is_given(spec) or isinstance(ready, SplitExperts) or len(store.nodes) == 1
