@@ -21,13 +21,14 @@ class Place:
 
 
 def places(device: str) -> tuple[Place, ...]:
-    """The places that are compared on a device: "cpu" or "cuda:N"."""
+    """The places that are compared on a device, "cpu" or "cuda:N", the one that matters most first:
+    a run that is cut short has that one."""
     if device == "cpu":
         return (Place(),)
     hybrid = {"device": device, "experts": "cpu"}
     return (
-        Place("CPU alone"),
         Place("experts on the CPU", hybrid),
         Place("experts on the CPU, deferral", hybrid | {"defer": "auto"}),
+        Place("CPU alone"),
         Place("GPU alone", {"device": device, "experts": "gpu"}),
     )
