@@ -21,8 +21,7 @@ class Place:
 
 
 def places(device: str) -> tuple[Place, ...]:
-    """The places that are compared on a device, "cpu" or "cuda:N", the one that matters most first:
-    a run that is cut short has that one."""
+    """The places that are compared on a device: "cpu" or "cuda:N"."""
     if device == "cpu":
         return (Place(),)
     hybrid = {"device": device, "experts": "cpu"}

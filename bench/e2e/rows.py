@@ -50,7 +50,7 @@ def rows_of(arch: str, fmt: str, turns: Turns, why_late: str = "") -> list[Row]:
         if case.op == "decode":
             row |= _step(turns.engines[place], case, turns.ours.layers, mean(turns.roofs))
         row |= _peers(case, rates, turns)
-        if why := turns.failed.get(place) or why_late:
+        if len(rates) < s.rounds and (why := turns.failed.get(place) or why_late):
             row["why_further rounds"] = why
         rows.append(row)
     return rows

@@ -151,6 +151,9 @@ class E2ERun:
             raise PeerMissing(f"no GGUF file of {arch} is written here")
         if fmt not in TYPES:
             raise PeerMissing(f"it has no format like {fmt}")
+        kinds = getattr(config, "layer_types", ["attention"])
+        if not any("attention" in kind and kind != "linear_attention" for kind in kinds):
+            raise PeerMissing(f"it runs no model without attention: {s.layers} layers have none")
         numbers = {"l": s.layers, "e": s.experts, "v": s.vocab}
         name = "-".join([arch, *(f"{key}{n}" for key, n in numbers.items() if n)])
         return model_file(config, fmt, s.folder, name)

@@ -1,4 +1,4 @@
-"""Ours in its places and the peers, one after the other, round after round."""
+"""Ours in its places and the peers in turns, round after round."""
 
 from __future__ import annotations
 
@@ -56,26 +56,22 @@ class Turns:
         self.engines: dict[str, Engines] = {}
         self.failed: dict[str, str] = {}
         self.whys, self.roofs, self.late = whys, list[float](), False
-        self._order: list[Place | Player] = [places[0], *players[:2], *places[1:], *players[2:]]
-        self._took = [0.0] * len(self._order)
+        self._groups = _groups(places, players)
         self._budget, self._bar = budget, bar
 
     def play(self) -> Iterator[None]:
         """Yields after each turn."""
         self._read_roof()
-        for number in range(self.settings.rounds):
-            for i, one in enumerate(self._order):
-                if self._is_in(i, one):
-                    began = time.perf_counter()
-                    if isinstance(one, Place):
-                        began = self._of_place(one, number)
-                    else:
-                        self._of_peer(one, number)
-                    self._took[i] = time.perf_counter() - began
-                self._bar.advance(1)
-                yield
-            if not self.late:
-                self._read_roof()
+        for group in self._groups:
+            took = [0.0] * len(group)
+            for number in range(self.settings.rounds):
+                for i, one in enumerate(group):
+                    if self._is_in(one, took[i]):
+                        took[i] = self._turn(one, number)
+                    self._bar.advance(1)
+                    yield
+                if not self.late:
+                    self._read_roof()
         self._bar.say(f"{self.name}: all turns done")
         yield
 
@@ -88,7 +84,7 @@ class Turns:
         self._bar.say(f"{self.name}: read roof, {len(self.roofs) + 1}")
         self.roofs.append(roof(self.settings.threads))
 
-    def _is_in(self, i: int, one: Place | Player) -> bool:
+    def _is_in(self, one: Place | Player, took: float) -> bool:
         """Whether one has a turn: it has not failed, and there is time for what its last one took;
         where it never had one, the reason is put down."""
         if isinstance(one, Place):
@@ -97,14 +93,17 @@ class Turns:
             names, reasons, turns = list(one.names), self.whys, dict[str, object](self.theirs)
         if all(name in reasons for name in names):
             return False
-        if self._budget.fits(self._took[i]):
+        if self._budget.fits(took):
             return True
         self.late = True
         reasons |= {name: self._budget.why for name in names if not turns[name]}
         return False
 
-    def _of_place(self, place: Place, number: int) -> float:
-        """A turn of ours, in an engine that is made for the first one; when that began."""
+    def _turn(self, one: Place | Player, number: int) -> float:
+        """The seconds of a turn, without those in which an engine is made."""
+        return self._ours(one, number) if isinstance(one, Place) else self._theirs(one, number)
+
+    def _ours(self, place: Place, number: int) -> float:
         s, began = self.settings, time.perf_counter()
         try:
             if place.name not in self.engines:
@@ -117,14 +116,26 @@ class Turns:
             self.mine[place.name][number] = self.engines[place.name].turn(s.cases)
         except PykernelsError as error:
             self.failed[place.name] = reason(error)
-        return began
+        return time.perf_counter() - began
 
-    def _of_peer(self, player: Player, number: int) -> None:
-        """A peer's turn."""
+    def _theirs(self, player: Player, number: int) -> float:
         self._bar.say(f"{self.name}: round {number + 1}: {', '.join(player.names)}")
+        began = time.perf_counter()
         seconds = min(SECONDS, max(_LEAST, self._budget.left))
         try:
             for name, played in player.turn(self.settings.cases, seconds).items():
                 self.theirs[name][number] = played
         except PeerMissing as error:
             self.whys |= dict.fromkeys(player.names, str(error))
+        return time.perf_counter() - began
+
+
+def _groups(places: Sequence[Place], players: Sequence[Player]) -> list[list[Place | Player]]:
+    """Those that take turns with each other, one group after the other: beside a GPU first ours
+    with its experts on the CPU and llama.cpp's decodes and prompts there, which a run that is cut
+    short should have; else there is one."""
+    first = [place for place in places if place.options.get("experts") == "cpu"]
+    rest = [place for place in places if place not in first]
+    if not first:
+        return [[*rest, *players]]
+    return [[first[0], *players[:2], *first[1:]], [*rest, *players[2:]]]

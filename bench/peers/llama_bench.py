@@ -29,7 +29,7 @@ def prompts(
     seconds: float = SECONDS,
 ) -> dict[Batching, float]:
     """Tokens a second of one prompt in each of ``grid(wanted)``, after a warm-up; where the time is
-    over, of those that were timed by then.
+    over or one of them fails, of those that were timed by then.
 
     Raises:
         PeerMissing: it is not built, failed, or timed none.
@@ -59,7 +59,7 @@ def decodes(
     seconds: float = SECONDS,
 ) -> dict[int, float]:
     """Tokens a second of one sequence that goes on from ``context`` tokens, on each of some counts
-    of threads; where the time is over, on those that were timed by then.
+    of threads; where the time is over or one fails, on those that were timed by then.
 
     Raises:
         PeerMissing: it is not built, failed, or timed none.
@@ -140,7 +140,7 @@ def _number(row: dict[str, Any], key: str) -> float:
 
 
 def _run(name: str, offload: Offload, seconds: float, *options: str) -> str:
-    """What a program writes to stdout, by the end of its time at least."""
+    """What a program writes to stdout; where it fails or its time is over, until then."""
     try:
         done = subprocess.run(
             [find(name, offload.tools), *offload.options, *options],
@@ -158,7 +158,7 @@ def _run(name: str, offload: Offload, seconds: float, *options: str) -> str:
         raise PeerMissing(f"{name} ran for over {seconds:.0f} s") from None
     except OSError as error:
         raise PeerMissing(f"{name} cannot be started: {error.strerror}") from None
-    if done.returncode:
+    if done.returncode and "{" not in done.stdout:
         why = _why(done.stderr)
         raise PeerMissing(f"{name} ended with {done.returncode}: {why[:120]}")
     return done.stdout

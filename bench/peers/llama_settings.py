@@ -40,7 +40,7 @@ class Offload:
 CPU_ONLY = Offload("llama.cpp", flash=(AUTO, "off"))
 ON_THE_GPU = (
     # As ours: all experts.
-    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU, loads=("none", AUTO)),
+    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU, loads=(AUTO, "none")),
     Offload("llama.cpp -ngl 99", ("-ngl", "99"), ON_GPU, fits=True),
 )
 

@@ -17,6 +17,7 @@ from bench.e2e.places import Place
 from bench.e2e.players import Case, Played, Turn
 from bench.e2e.run import E2ERun
 from bench.e2e.settings import Settings
+from bench.harness.budget import Bar
 from bench.harness.session import measure_and_keep
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
@@ -129,11 +130,14 @@ def test_turns_of_a_model_that_is_interrupted_are_kept(
 def test_ours_in_several_places_is_a_row_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deferring = Place("deferring", {"defer": "2"})
+    deferring = Place("deferring", {"defer": "2", "experts": "cpu"})
     broken = Place("too many", {"defer": "9"})
     monkeypatch.setattr(e2e_run, "places", lambda device: (Place("plain"), deferring, broken))
-    run = E2ERun(settings(tmp_path, layers=2, batches=(1,), peers=()), detect())
+    run, said = E2ERun(settings(tmp_path, layers=2, batches=(1,), peers=()), detect()), list[str]()
+    run.bar = Bar(said.append, lambda work: None)
     results = measure_and_keep(run, tmp_path, lambda row: None)
+    played = [what.split(": ", 1)[1] for what in said if "round" in what]
+    assert played[:2] == ["round 1: deferring", "round 2: deferring"]  # experts on the CPU first
     decodes = [row for row in results["rows"] if row["op"] == "e2e decode"]
     assert [row["place"] for row in decodes] == ["plain", "deferring", "too many"]
     assert decodes[1]["tok_s"] > 0 and "why" in decodes[2]
