@@ -88,10 +88,10 @@ class Engines:
         for batch in dict.fromkeys(case.batch for case in cases):
             load = load_of([case for case in cases if case.batch == batch])
             self._timers[batch] = timer = make(load)
-            # A GPU takes a long prompt by other kernels, which are compiled when they first run.
+            # A GPU takes long prompts and contexts by other kernels, compiled when they first run.
             on_cpu = isinstance(timer.runner, CpuRunner)
             timer.prefill(min(load.prompt, 64) if on_cpu else load.prompt)
-            timer.decode(batch, 8, 2)
+            timer.decode(batch, min(load.context, 8) if on_cpu else load.context, 2)
 
     def turn(self, cases: Sequence[Case]) -> Rates:
         rates: Rates = {}
