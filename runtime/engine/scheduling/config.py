@@ -81,7 +81,8 @@ class EngineConfig:
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
-            1,024; 0: no snapshots.
+            1,024, or as many as a step has where all experts cross to a GPU in each; 0: no
+            snapshots.
         snapshots: that are kept besides the states of running sequences, the most recently used
             ones; None: as many as ``max_num_seqs``.
         target_itl_ms: inter-token time to keep while a prompt is read in parallel with running
@@ -179,7 +180,7 @@ class EngineConfig:
         " which a later prompt is read on; 0: none.",
         "N",
         kind=int,
-        shown="1024",
+        shown="1024; a step's where experts cross to a GPU",
         least=0,
     )
     snapshots: int | None = None

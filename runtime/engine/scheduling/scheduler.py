@@ -76,6 +76,9 @@ class Scheduler(Queues):
 
     def add_prefill_stream(self, runner: Runner) -> PrefillStream | None:
         """Called once the runner is bound."""
+        snapshots = self.manager.snapshots
+        if runner.streams_from and snapshots is not None and self._config.snapshot_tokens is None:
+            snapshots.stretch = self.budget // self.page_size
         if self._config.prefill_yield:
             self._streams_from = runner.streams_from
         if self._streams_from:
