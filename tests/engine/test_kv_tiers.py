@@ -21,7 +21,7 @@ from runtime.kv_tiers.blocks.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.blocks.directory import blocks, prepared
 from runtime.kv_tiers.blocks.folder import ModelFolder
 from runtime.kv_tiers.blocks.ram import RamBlocks
-from runtime.kv_tiers.blocks.reading import Buffered, Direct, Mapped, Way, fastest
+from runtime.kv_tiers.blocks.reading import Buffered, Direct, Way, fastest
 from runtime.kv_tiers.levels import Levels
 from runtime.kv_tiers.tiers import KvTiers
 
@@ -363,7 +363,7 @@ def test_blocks_are_listed_checked_and_removed(tmp_path: Path) -> None:
     assert clear(tmp_path) > 0 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("way", [Buffered(), Mapped(), Direct()], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [Buffered(), Direct()], ids=lambda way: way.name)
 def test_each_way_reads_a_file_whole(way: Way, tmp_path: Path) -> None:
     data, path = random.Random(0).randbytes(9000), tmp_path / "file"
     for size in (8999, 9000, 9001):
@@ -376,5 +376,5 @@ def test_each_way_reads_a_file_whole(way: Way, tmp_path: Path) -> None:
             assert way.name == "direct"
             pytest.skip("this file system has no O_DIRECT")
         assert found == size and (size != 9000 or head + rest == data)
-    assert fastest(tmp_path, 9000).name in ("buffered", "mapped", "direct")
+    assert fastest(tmp_path, 9000).name in ("buffered", "direct")
     assert list(tmp_path.iterdir()) == [path], "what was measured with is gone"

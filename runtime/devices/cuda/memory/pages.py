@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ....kv_cache.page_store import Bytes, Kind, layout_of, parts_of
+from ....kv_cache.page_store import Bytes, Kind, aligned, layout_of, parts_of
 from ....machine.pinned import Pinned
 
 
@@ -41,7 +41,7 @@ class GpuPages:
         return sum(part.shape[1] for part in self._parts[kind])
 
     def host(self, nbytes: int) -> Bytes:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        memory = torch.from_numpy(aligned(nbytes))
         if self._streams and (reason := self._pinned.add(memory)):
             warnings.warn(f"pages cross slower than they could: {reason}", stacklevel=2)
         return memory.numpy()
