@@ -25,8 +25,8 @@ from .ram import RamBlocks
 _BATCH = 64
 """Blocks that cross at once; ``_BATCH_BYTES``: of all of them. A load waits for what is written."""
 _BATCH_BYTES = 64 << 20
-_CHECKED = 16
-"""Blocks whose checksums are computed while the next ones come."""
+_CHECKERS = 2
+"""Threads that compute checksums of what came."""
 _GONE = -704
 """Mooncake's OBJECT_NOT_FOUND."""
 
@@ -84,7 +84,7 @@ class MooncakeBlocks:
                 "Give a smaller kv_ram_gib, or raise `ulimit -l`",
             ) from error
         self._ahead: dict[str, _Got] = {}
-        self._checks = ThreadPoolExecutor(1, "kv checksums")
+        self._checks = ThreadPoolExecutor(_CHECKERS, "kv checksums")
 
     level = "store"
 
@@ -125,15 +125,13 @@ class MooncakeBlocks:
         keys = [self._key(block.file) for block in blocks]
         places = [each.value.ctypes.data for each in got]
         self._ahead = {block.file: each for block, each in zip(blocks, got, strict=True)}
-        for first in range(0, len(keys), _CHECKED):
-            some = slice(first, first + _CHECKED)
-            found = self._store.batch_get_into(keys[some], places[some], sizes[some])
-            if len(found) != len(keys[some]):
-                self._forget_ahead()
-                raise MooncakeError("its answer has another length")
-            for block, each, size in zip(blocks[some], got[some], found, strict=True):
-                each.size = size
-                each.whole = self._checks.submit(each.is_whole, block)
+        found = self._store.batch_get_into(keys, places, sizes)
+        if len(found) != len(keys):
+            self._forget_ahead()
+            raise MooncakeError("its answer has another length")
+        for block, each, size in zip(blocks, got, found, strict=True):
+            each.size = size
+            each.whole = self._checks.submit(each.is_whole, block)
 
     def has_ahead(self, block: BlockName) -> bool:
         """Whether ``prefetch`` has got it."""
