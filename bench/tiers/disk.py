@@ -1,9 +1,10 @@
 """python -m bench.tiers.disk DIR: blocks of a directory, read in order, beside `dd`.
 
 Blocks are written and read as the level of an engine does it (``runtime.kv_tiers``): by the way
-that is the fastest on this disk, several at once, with headers and checksums. In turns with that, `dd` reads one file of as many bytes with the same block size, once
-through the page cache and once past it; the faster one counts. Nothing of either is in the page
-cache when it is read. One JSON object says the medians in GB/s, and what ours are of dd's.
+that is the fastest on this disk, several at once, with headers and checksums. In turns with that,
+`dd` reads one file of as many bytes with the same block size, once through the page cache and once
+past it; the faster one counts. Nothing of either is in the page cache when it is read. One JSON
+object says the medians in GB/s, and what ours are of dd's.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def main() -> int:
     parser.add_argument("root", type=Path, metavar="DIR", help="on the disk")
     parser.add_argument("--blocks", default=256, help="that are read (256)", **whole)
     parser.add_argument("--block-kib", default=4096, help="KiB of a block (4096)", **whole)
-    parser.add_argument("--rounds", default=5, help="of each (5)", **whole)
+    parser.add_argument("--rounds", default=9, help="of each (9)", **whole)
     parser.add_argument("--json", action="store_true", help="as all results are printed")
     chosen = parser.parse_args()
     try:

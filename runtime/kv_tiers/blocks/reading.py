@@ -124,17 +124,16 @@ def fastest(folder: Path, nbytes: int) -> Way:
     be done the page cache is used.
     """
     size = max(_SECTOR, min(nbytes, _PROBE_BYTES))
-    buffered = Buffered()
+    buffered: Way = Buffered()
     best, least = buffered, float("inf")
     files = [folder / f"{NEW}{os.getpid()}-probe-{i}" for i in range(_PROBES)]
     data = os.urandom(size)
     spaces = [aligned(size) for _ in files]
-    ways: tuple[Way, ...] = (buffered, Direct())
     try:
         for path in files:
             path.write_bytes(data)
         with ThreadPoolExecutor(THREADS, "kv probes") as threads:
-            for way in ways:
+            for way in (buffered, Direct()):
                 with suppress(OSError):  # there is no O_DIRECT in some file systems
                     turns = range(_ROUNDS)
                     seconds = min(_seconds(way, files, spaces, threads) for _ in turns)
