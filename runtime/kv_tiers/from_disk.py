@@ -10,6 +10,9 @@ from .blocks.folder import Found, ModelFolder
 from .blocks.ram import RamBlocks
 from .blocks.readers import AHEAD, Readers
 
+_MOST = {Kind.PAGE: AHEAD, Kind.STATE: 1}
+"""Blocks under way: a load has one state."""
+
 
 class _Into(NamedTuple):
     """Where a block goes: its memory, None if that is its page or slot itself, and its place in
@@ -33,6 +36,9 @@ class FromDisk:
         self._pages, self._ram, self._readers = pages, ram, Readers(folder)
         self._into: dict[BlockName, _Into] = {}
         self._staging: dict[Kind, list[Bytes]] = {kind: [] for kind in Kind}
+        if ram is None and pages.space(Kind.PAGE, 0) is None:
+            for kind, free in self._staging.items():
+                free += (pages.host(pages.nbytes(kind)) for _ in range(_MOST[kind]))
 
     def __contains__(self, block: BlockName) -> bool:
         """Whether it is under way."""
@@ -44,29 +50,27 @@ class FromDisk:
         Args:
             place: its page or slot; None: it comes into main memory, which is a level.
         """
-        kind = block.kind
-        under_way = sum(other.kind is kind for other in self._into)
-        most = AHEAD if kind is Kind.PAGE else 1
+        kind, most, at, header = block.kind, _MOST[block.kind], -1, None
         if self._ram is not None:  # half of it, since nothing that is there is to go for more
             most = min(most, max(1, self._ram.count(kind) // 2))
-        if under_way >= most:
+        if sum(other.kind is kind for other in self._into) >= most:
             return False
+        data, space = None, None
         if self._ram is not None:
             at = self._ram.take(kind)
             value = self._ram.memory[kind][at]
-            payload = value[len(value) - self._pages.nbytes(kind) :]
-            header = value[: -len(payload)][-block.header_bytes :] if self._ram.header else None
-            self._readers.begin(block, [payload.data], None if header is None else header.data)
-            self._into[block] = _Into(payload, at)
-            return True
-        assert place is not None
-        data, space = None, self._pages.space(kind, place)
-        if space is None:
-            free = self._staging[kind]
-            data = free.pop() if free else self._pages.host(self._pages.nbytes(kind))
+            data = value[self._ram.header :]
+            if self._ram.header:
+                header = value[self._ram.header - block.header_bytes : self._ram.header].data
+        else:
+            assert place is not None
+            if (space := self._pages.space(kind, place)) is None:
+                data = self._staging[kind].pop()
+        if data is not None:
             space = [data.data]
-        self._readers.begin(block, space)
-        self._into[block] = _Into(data, -1)
+        assert space is not None
+        self._readers.begin(block, space, header)
+        self._into[block] = _Into(data, at)
         return True
 
     def take(self, block: BlockName) -> tuple[Found, Bytes | None]:

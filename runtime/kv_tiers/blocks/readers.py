@@ -43,14 +43,6 @@ class Readers:
         self._begun: dict[str, _Reading] = {}
         self._threads: list[threading.Thread] = []
 
-    def __contains__(self, block: BlockName) -> bool:
-        """Whether it was begun, and nobody has taken it yet."""
-        return block.file in self._begun
-
-    def __len__(self) -> int:
-        """How many were."""
-        return len(self._begun)
-
     def begin(
         self, block: BlockName, space: Sequence[memoryview], header: memoryview | None = None
     ) -> None:
