@@ -8,7 +8,6 @@ Transfer Engine from and to a buffer that is registered with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,8 +24,6 @@ from .ram import RamBlocks
 _BATCH = 64
 """Blocks that cross at once; ``_BATCH_BYTES``: of all of them. A load waits for what is written."""
 _BATCH_BYTES = 64 << 20
-_CHECKERS = 2
-"""Threads that compute checksums of what came."""
 _GONE = -704
 """Mooncake's OBJECT_NOT_FOUND."""
 
@@ -84,7 +81,6 @@ class MooncakeBlocks:
                 "Give a smaller kv_ram_gib, or raise `ulimit -l`",
             ) from error
         self._ahead: dict[str, _Got] = {}
-        self._checks = ThreadPoolExecutor(_CHECKERS, "kv checksums")
 
     level = "store"
 
@@ -129,9 +125,8 @@ class MooncakeBlocks:
         if len(found) != len(keys):
             self._forget_ahead()
             raise MooncakeError("its answer has another length")
-        for block, each, size in zip(blocks, got, found, strict=True):
+        for each, size in zip(got, found, strict=True):
             each.size = size
-            each.whole = self._checks.submit(each.is_whole, block)
 
     def has_ahead(self, block: BlockName) -> bool:
         """Whether ``prefetch`` has got it."""
@@ -148,7 +143,7 @@ class MooncakeBlocks:
             self.prefetch([block])
         got = self._ahead.pop(block.file)
         payload = got.value[block.header_bytes :]
-        whole = got.whole is not None and got.whole.result()
+        whole = got.is_whole(block)
         if self._ram is not None and got.place >= 0:
             self._ram.give(block.kind, got.place, block if whole else None)
         if whole:
@@ -193,7 +188,6 @@ class MooncakeBlocks:
 
     def close(self) -> None:
         """Leaves the store; what it has lent is gone."""
-        self._checks.shutdown()
         self._store.close()
 
     def _key(self, name: str) -> str:
@@ -250,14 +244,12 @@ class MooncakeBlocks:
 
 @dataclass(eq=False, slots=True)
 class _Got:
-    """A value that was got: where, its place in main memory's blocks, its size or an error, and
-    whether it is what it should be."""
+    """A value that was got: where, its place in main memory's blocks, its size or an error."""
 
     value: Bytes
     kind: Kind = Kind.PAGE
     place: int = -1
     size: int = _GONE
-    whole: Future[bool] | None = None
 
     def is_whole(self, block: BlockName) -> bool:
         """Whether it is this block."""
