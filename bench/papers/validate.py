@@ -128,11 +128,14 @@ def _case(row: Row, machine: Machine | None = None) -> Placed:
         experts=("cpu" if row.experts == "cpu" else "gpu") if row.device != "cpu" else "auto",
         defer=row.deferred or None,
         dual_batch=row.lanes > 1,
+        gpus=row.gpus,
+        prefill=row.way or "auto",
     )
     prompt = row.context if row.kind == "prompt" else 64
     context = row.context if row.kind == "decode" else 1
     pages = row.batch * (-(-row.most // PAGE) + 2) + 3 if row.most else None
-    wanted = Wanted(context, prompt, row.batch, 1, RANDOM, pages=pages)
+    step = -(-row.context // row.steps) if row.steps else None
+    wanted = Wanted(context, prompt, row.batch, 1, RANDOM, step_tokens=step, pages=pages)
     model_of = row.arch, row.fmt, row.layers, row.vocab
     subject = _subject(*model_of, row.kv_dtype, 1 << (wanted.positions - 1).bit_length())
     found = placed(Case(subject, machine, run, wanted))
