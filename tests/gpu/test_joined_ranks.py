@@ -181,7 +181,8 @@ def cut(program: Program, form: str, count: int) -> Sequence[Program]:
     if form == "tensor":
         return shard(program, count)
     if form == "all_to_all":
-        return stripe(program, count, form, "gather")
+        own = stripe(program, count, form, "gather")
+        return [stream_weights(one, resident_bytes, StreamRing(2, 2)) for one in own]
     own = stripe(program, count, attention="gather")
     return [stream_weights(one, resident_bytes, StreamRing(2, 2)) for one in own]
 
