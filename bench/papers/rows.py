@@ -255,6 +255,7 @@ def _ways(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterat
             row["tokens"],
             row["tok_s"],
             way=row["way"],
+            steps=row.get("streamed_steps", 0),
         )
 
 
