@@ -30,6 +30,8 @@ ACTUAL = "2026-11-26"
 """From this day on rows count the experts that were read; before, those of an even choice."""
 WAYS = "2026-11-28"
 """From this day on prompts with a GPU go the way that takes the least time."""
+SHARED = {"dslp": "cpu", "tensor": "gpu"}
+"""Benches of several GPUs beside one, by name, with where experts are."""
 UNSTEADY = 1.5
 """Rows whose 90th percentile is so many times the 10th are shown and not counted: somebody else was
 on the machine."""
@@ -50,6 +52,8 @@ class Row:
             for; 0: this one.
         roof_gbps: 1e9 bytes a second that plain loops read of main memory in the same run; 0:
             nobody timed them.
+        gpus: how several GPUs share the model, see ``ExecutionConfig.gpus``.
+        steps: in which a prompt was read; 0: nobody counted them.
     """
 
     machine: str
@@ -75,13 +79,21 @@ class Row:
     kv_dtype: str = "bf16"
     most: int = 0
     roof_gbps: float = 0.0
+    gpus: str = "auto"
+    steps: int = 0
+
+    @property
+    def several(self) -> bool:
+        """Whether several GPUs have a part in it."""
+        return "," in self.device
 
     @property
     def place(self) -> str:
         """Where it ran, in words."""
         if self.device == "cpu":
             return "CPU"
-        gpus = "GPU" if "," not in self.device else "2 GPUs"
+        gpus = f"{self.device.count(',') + 1} GPUs" if self.several else "GPU"
+        gpus += f", {self.gpus}" if self.gpus != "auto" else ""
         if self.experts == "gpu":
             return gpus
         more = f", {self.deferred} deferred" if self.deferred else ""
@@ -106,6 +118,8 @@ def committed() -> Iterator[Row]:
                 yield from _ways(machine, name, date, data)
             elif data.get("bench") == "contexts":
                 yield from of_contexts(machine, name, date, data)
+            elif data.get("bench") in SHARED:
+                yield from _shared(machine, name, date, data)
 
 
 def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
@@ -157,6 +171,7 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         "device": device,
         "experts": experts,
         "roof_gbps": data["roof_gbps"],
+        "gpus": data.get("gpus", "pipeline" if "," in device else "auto"),
     }
     spread = data["us_p90"] / data["us_p10"]
     yield Row(
@@ -240,4 +255,42 @@ def _ways(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterat
             row["tokens"],
             row["tok_s"],
             way=row["way"],
+            steps=row.get("streamed_steps", 0),
+        )
+
+
+def _shared(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of `pykernels bench dslp` and `tensor`, medians of rounds."""
+    bench, devices = data["bench"], data["device"].split(",")
+    for row in data["rows"]:
+        words = row["way"].split(", ")[1:]
+        if "why" in row or row["gpus"] < 1 or words not in ([], ["tensor"], ["pipeline"]):
+            continue  # it failed, or is of what no plan can ask for
+        several, kind = row["gpus"] > 1, row.get("op", "prompt")
+        how = (words or [bench])[0] if several else "auto"
+        batch, context = row.get("batch", 1), row.get("tokens", data.get("context", 0))
+        step_us = 1e6 * row["seconds"] / data["steps"] if kind == "decode" else 0.0
+        yield Row(
+            machine,
+            name,
+            date,
+            kind,
+            data["model"],
+            data["format"],
+            row.get("layers", data["layers"]),
+            32000,
+            data["threads"],
+            ",".join(devices[: row["gpus"]]),
+            SHARED[bench],
+            0,
+            1,
+            0,
+            batch,
+            context + data["steps"] // 2 if kind == "decode" else context,
+            step_us or row["tok_s"],
+            way="stream" if bench == "dslp" else "",
+            spread=row["seconds_most"] / row["seconds_least"],
+            kv_dtype=data["kv_dtype"],
+            gpus=how,
+            steps=row.get("steps", 0),
         )

@@ -22,6 +22,7 @@ from runtime.planning.gpu.fit import fitted
 from runtime.planning.gpu.kv import bytes_in_main
 from runtime.planning.gpu.machine import Machine as GpuMachine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
+from runtime.planning.gpu.routes import TENSOR, layer_gpus
 from runtime.planning.placement import CPU
 from runtime.planning.residency import Filled
 from runtime.planning.windows import window_pages
@@ -76,13 +77,20 @@ class Placed:
     plan: ExecutionPlan
     memory: Mapping[str, Memory]
     room: int = 0
-    programs: dict[tuple[Phase, int, float], Compiled] = field(default_factory=dict)
+    programs: dict[tuple[object, ...], Compiled] = field(default_factory=dict)
 
-    def compiled(self, phase: Phase, tokens: int, share: float = 0.0) -> Compiled:
-        """What a step runs, see ``planning.compile.compile``."""
-        key = phase, tokens, share
+    def compiled(
+        self, phase: Phase, tokens: int, share: float = 0.0, over: tuple[str, ...] = ()
+    ) -> Compiled:
+        """What a step runs, see ``planning.compile.compile``.
+
+        Args:
+            over: GPUs of the route of a streamed step; none: the plan's.
+        """
+        key = phase, tokens, share, over
         if key not in self.programs:
-            self.programs[key] = compile(self.case.subject.decoder, self.plan, *key)
+            plan = replace(self.plan, stream_over=over) if over else self.plan
+            self.programs[key] = compile(self.case.subject.decoder, plan, phase, tokens, share)
         return self.programs[key]
 
     def with_slots(self, slots: int) -> Placed:
@@ -177,24 +185,31 @@ def _gpu_gib(case: Case, gpu: Gpu) -> float:
 
 
 def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: Stretch) -> Placed:
+    from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
+
     from ..pinning.hybrid import with_slots_that_fit
 
     gpu, decoder = case.machine.gpu, case.subject.decoder
     assert gpu is not None
     run = case.execution
     free = dict.fromkeys(gpus, int(_gpu_gib(case, gpu) * GIB) - HEADROOM)
-    machine = GpuMachine(free, stretch.layouts)
+    peers = len(gpus) <= MAX_MEMBERS and gpu.peer_gbps is not None
+    one_shot = MAX_PROGRAMS * BLOCK if peers else 0
+    every = GpuMachine(free, stretch.layouts, one_shot=one_shot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         largest = sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences))
+        machine = layer_gpus(run.gpus, run.prefill, every, decoder, largest, run.experts)
         placement = place_on(machine, decoder, largest, run.experts)
         how = run.kv_gpu_gib, run.dense_gib, run.prefill
-        placement = fitted(decoder, machine, ExecutionPlan(largest, placement), *how).placement
+        if run.gpus != TENSOR or how[:2] != ("auto", "auto"):  # each GPU has a part of a layer
+            plan = ExecutionPlan(largest, placement)
+            placement = fitted(decoder, machine, plan, *how).placement
         if placement.kv_in_main and sizes.window_pages:  # pages that cross are of all layers
             return _on_gpus(case, gpus, replace(sizes, window_pages=0), has, stretch)
         if run.kv_attention == "auto":
             run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
-        plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
+        plan = plan_on_gpus(run, decoder, every, case.wanted.positions, sizes, placement)
         if plan.chooses_deferral:
             wanted = case.wanted
             load = deferral_load(run, case.subject.positions, wanted.context, wanted.batch)
@@ -211,25 +226,34 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: S
         elif case.slots:
             plan = _with_slots(case, plan)
     compiled = compile(decoder, plan, Phase.PROMPT, plan.sizes.tokens)
-    steps = step_bytes(machine, compiled)
     caches = decoder.caches(*plan.sizes.of_caches)
     program = decoder.lower()
-    in_main, memory = host_caches(compiled.program), {}
     crossing = plan.placement.filled(Filled.EACH_STEP)
-    for name in gpus:
-        part = compiled.parts[name]
-        weights = plan.placement.nbytes(program, name, machine.layouts.weight_bytes)
-        weights -= sum(
-            machine.layouts.weight_bytes(program.weights[each])
-            for each, record in crossing.items()
-            if record.device == name
-        )
-        own = (key for key in caches if key in part.buffers and key not in in_main)
-        memory[name] = Memory(free[name], weights, sum(caches[n].nbytes for n in own), steps[name])
+    memory = _of_gpus(every, compiled)
+    for over in plan.routes.values():
+        shared = replace(plan, stream_over=over)
+        theirs = _of_gpus(every, compile(decoder, shared, Phase.STREAMED, plan.sizes.tokens))
+        memory |= {name: own for name, own in theirs.items() if name not in memory}
     cpu = plan.placement.nbytes(program, CPU, stretch.nbytes)
     cpu += sum(record.nbytes for record in crossing.values())
     cache = bytes_in_main(compiled.program, caches)
     return Placed(case, plan, {**memory, CPU: Memory(has, cpu, cache, 0)}, max(0, room))
+
+
+def _of_gpus(machine: GpuMachine, compiled: Compiled) -> dict[str, Memory]:
+    """What the parts of a step on GPUs need."""
+    steps, memory, size = step_bytes(machine, compiled), {}, machine.layouts.weight_bytes
+    for name in steps:
+        part, elsewhere = compiled.parts[name], host_caches(compiled.parts[name])
+        there = (n for n, record in compiled.residency(name).items() if not record.crosses)
+        cached = sum(
+            math.prod(part.shape(key)) * buffer.dtype.itemsize
+            for key, buffer in part.buffers.items()
+            if buffer.kind == "cache" and key not in elsewhere
+        )
+        weights = sum(size(part.weights[each]) for each in there)
+        memory[name] = Memory(machine.free[name], weights, cached, steps[name])
+    return memory
 
 
 def _faster(case: Case, program: Program, gpu: Gpu) -> str:

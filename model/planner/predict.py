@@ -11,6 +11,7 @@ from runtime.devices.sim.step import SimulatedStep, simulate
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.passes.layers import moe_layers
 from runtime.planning.execution import Phase
+from runtime.planning.gpu.routes import DISAGGREGATED, DSLP
 from runtime.planning.placement import CPU
 
 from .placing import Placed
@@ -111,11 +112,14 @@ def _by(placed: Placed, tokens: int, way: str, phase: Phase) -> Prompt:
         budget = min(budget, STEP_TOKENS)
     if phase is Phase.SPLIT:
         share = balanced_share(placed, min(budget, tokens))
+    routes = placed.plan.routes if phase is Phase.STREAMED else {}
+    over = routes.get(DSLP) or routes.get(DISAGGREGATED) or ()  # nothing decodes beside it
     seconds, steps, bounds = 0.0, 0, dict[str, float]()
     for start in range(0, tokens, budget):
         T = min(budget, tokens - start)
         load = Load(T, start + T // 2, 1, placed.case.wanted.routing)
-        step = simulate(placed.compiled(phase, T, share), placed.case.machine, load)
+        compiled = placed.compiled(phase, T, share, over)
+        step = simulate(compiled, placed.case.machine, load)
         step = step.stretched(placed.case.subject.stretch)
         seconds, steps = seconds + step.seconds, steps + 1
         for name, took in step.bounds.items():

@@ -32,21 +32,21 @@ _PER_CORE: dict[str, dict[str, tuple[float, float]]] = {
 _H200 = {
     OTHER: (3900.0, 2700.0, 650.0),
     "bf16": (1e6, 1e6, 640.0),
-    "fp8": (1e6, 1e6, 900.0),
+    "fp8": (3360.0, 2900.0, 640.0),
     "int4-g128": (6600.0, 4900.0, 650.0),
     "q4_k": (3990.0, 2700.0, 700.0),
     "q6_k": (3200.0, 2400.0, 600.0),
 }
-_ROOFS = {  # GB/s, bf16 TFLOP/s, FP8 ones over these, link GB/s: published
-    "H200": (4578.0, 678.0, 1.4, 54.5),
-    "H100": (3350.0, 678.0, 1.4, 54.5),
-    "B200": (8000.0, 2250.0, 2.0, 54.5),
-    "A100": (1555.0, 312.0, 1.0, 25.0),
-    "L40": (864.0, 181.0, 2.0, 25.0),
-    "RTX 5090": (1792.0, 209.0, 2.0, 52.0),
-    "RTX 4090": (1008.0, 165.0, 2.0, 25.0),
-    "RTX 4080": (717.0, 97.0, 2.0, 25.0),
-    "RTX 3090": (936.0, 71.0, 1.0, 25.0),
+_ROOFS = {  # GB/s, bf16 TFLOP/s, link GB/s: published
+    "H200": (4578.0, 678.0, 54.5),
+    "H100": (3350.0, 678.0, 54.5),
+    "B200": (8000.0, 2250.0, 54.5),
+    "A100": (1555.0, 312.0, 25.0),
+    "L40": (864.0, 181.0, 25.0),
+    "RTX 5090": (1792.0, 209.0, 52.0),
+    "RTX 4090": (1008.0, 165.0, 25.0),
+    "RTX 4080": (717.0, 97.0, 25.0),
+    "RTX 3090": (936.0, 71.0, 25.0),
 }
 TYPICAL = "RTX 4090"
 """What a GPU counts as that nobody knows."""
@@ -74,13 +74,13 @@ def cpu_of(kind: str, cores: int, memory_gib: float, read_gbps: float) -> Cpu:
 def gpu_of(name: str, memory_gib: float, count: int = 1) -> Gpu:
     """A GPU by its name, as CUDA says it."""
     known = next((key for key in _ROOFS if key in name), TYPICAL)
-    read, tflops, fp8, link = _ROOFS[known]
+    read, tflops, link = _ROOFS[known]
     part = tflops / _ROOFS["H200"][1]
     kernels = {
         fmt: Kernel(
             decode_gweights_s=one * part,
             rows_gweights_s=more * part,
-            tflops=rate * part * (fp8 / 1.4 if fmt == "fp8" else 1.0),
+            tflops=rate * part,
         )
         for fmt, (one, more, rate) in _H200.items()
     }
@@ -90,7 +90,8 @@ def gpu_of(name: str, memory_gib: float, count: int = 1) -> Gpu:
         count=count,
         read_gbps=read,
         link_gbps=link,
-        attention_tflops=450 * part,
+        uncaptured_us=119,
+        attention_tflops=640 * part,
         latent_attention_tflops=600 * part,
         fp8_latents_gnumbers_s=2100 * part,
         kernels=MappingProxyType(kernels),

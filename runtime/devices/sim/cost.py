@@ -8,35 +8,32 @@ link's time, and main memory's; so does what devices send each other where they 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
-from ...kv_cache.layout import cache_inputs
 from ...planning.placement import CPU
 from ...planning.work import Work
 from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
 from ...program.op_table.collectives import ALL_TOKENS
 from ...program.step_inputs import STATE_SLOTS
+from .activations import activation_bytes
+from .attention import LAUNCHES, Attention, is_latent
+from .load import Load as Load
 from .machine import Cpu, Gpu, Kernel, Machine, kernel_of
 from .meetings import MEETS, met
-from .routing import Routing
-from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, Cost
+from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, PEER, Cost
 
 _PRODUCTS = ("linear", "per_head_linear", "moe_ffn")
 _LAUNCHES = {"moe_ffn": 2}
 """Kernels of an op on a GPU, jobs on the CPU; one of all others."""
+_GPU_LAUNCHES = _LAUNCHES | {"attention_expanded": LAUNCHES, "submit": 2, "wait": 2}
+"""Of routed experts and of parts of a buffer one more: sums over a token's experts, copies."""
 _TASKS, _MANY = 16, 5
 """Tasks of each worker, into which the first two matrices of the experts of a call of few tokens
 are cut; tokens of each expert from which a call has many."""
 _LATENT_LAUNCHES, _PARTED = 3, 1024
 """Of a decode step's attention to so many latents on a GPU: parts of the keys, and what they give
 together, take as long as three kernels that do next to nothing."""
-
-
-def _is_latent(node: Node) -> bool:
-    """Whether all heads of a token read the same key (MLA)."""
-    return bool(node.attr("kv_heads") == 1 and node.attr("dk") != node.attr("dv"))
 
 
 @lru_cache(maxsize=4096)
@@ -66,33 +63,6 @@ def _unbalanced(
     return 1 + max(0.0, longest - 1) / 3 / _TASKS
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a step is of.
-
-    Attributes:
-        tokens, context: see ``planning.work``; ``sequences``: whose caches it reads.
-        routing: by which experts are chosen.
-        drafts: tokens of each sequence that the step verifies, besides the one that it has.
-    """
-
-    tokens: int = 1
-    context: int = 0
-    sequences: int = 1
-    routing: Routing = Routing()
-    drafts: int = 0
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every sequence has one token, and its drafts."""
-        return self.tokens == self.logits
-
-    @property
-    def logits(self) -> int:
-        """Rows of logits that are needed."""
-        return self.sequences * (1 + self.drafts)
-
-
 class CostModel:
     """Costs of the nodes of one device's part of a step.
 
@@ -102,6 +72,7 @@ class CostModel:
 
     def __init__(self, machine: Machine, program: Program, whole: Program, load: Load) -> None:
         self.machine, self.program, self.full, self.load = machine, program, whole, load
+        self._attends = Attention(program, load)
 
     def of(self, node: Node, work: Work) -> Cost:
         """A node's cost.
@@ -113,6 +84,9 @@ class CostModel:
             return met(node, self.program, self.machine, self._filled)
         on_cpu = node.device == CPU
         part: Cpu | Gpu = self.machine.cpu if on_cpu or not self.machine.gpu else self.machine.gpu
+        if node.op == "one_shot_all_reduce" and self.machine.gpu:  # a flag follows what has arrived
+            taken = self.machine.gpu.launch_us + self.machine.gpu.peer_us
+            return Cost(taken * 1e-6, bound=PEER)
         if node.op in ("load_experts", "load_weights"):
             return self._crossing(node, work)
         if node.op == "load_pages":
@@ -120,8 +94,10 @@ class CostModel:
         if node.op == "unpack_experts":
             moved = self._piece(node)
             return self._unpacking(2 * moved)
+        if self._is_left_out(node):
+            return Cost(0.0 if not on_cpu else self.machine.cpu.job_us * 1e-6)
         nbytes, weights, flops = self._products(node, work)
-        if node.op == "attention":
+        if node.op in ("attention", "attention_expanded"):
             return self._attention(node, part, work)
         if node.op not in _PRODUCTS:
             written = 2 if STATE_SLOTS in node.inputs else 1  # a step replaces the state
@@ -136,31 +112,32 @@ class CostModel:
     def _attention(self, node: Node, part: Cpu | Gpu, work: Work) -> Cost:
         """Keys and values of all sequences are read once; a latent's heads share what they read, so
         that they may compute longer than they read."""
-        sequences, latent = self._sequences(node), _is_latent(node)
-        rate = part.attention_tflops
+        sequences = self._sequences(node)
+        if node.op == "attention_expanded":
+            computing = self._attends.expanded(node, part, self._tokens(node))
+            return self._timed(node, part, 0.0, computing, 0.0)
         flops = work.flops * self._tokens(node) / max(1, self.load.tokens)
-        if latent and self.load.decodes:
-            rate = part.latent_attention_tflops or rate
-        elif latent:
-            flops *= self._expanded(node)
-        seconds = flops / (rate * 1e12)
-        if latent and isinstance(part, Gpu) and part.fp8_latents_gnumbers_s:
-            numbers = self._keys(node) * sequences * self._fp8_numbers(node)
-            seconds += numbers / (part.fp8_latents_gnumbers_s * 1e9)
-        return self._timed(node, part, work.nbytes * sequences, seconds, 0.0)
+        computing = self._attends.seconds(node, part, flops, sequences)
+        return self._timed(node, part, work.nbytes * sequences, computing, 0.0)
 
-    def _keys(self, node: Node) -> int:
-        """How many keys of a sequence a token attends to."""
-        return min(self.load.context, node.attr("window") or self.load.context)
+    def launches(self, node: Node) -> int:
+        """Kernels of a node on a GPU."""
+        if self._is_left_out(node):
+            return 0
+        more = node.op == "moe_ffn" and "ids" in node.inputs
+        if node.op == "linear":
+            outputs = self.program.weight(node, "weight").shape[0]
+            more = self.program.shape(node.outputs["out"])[1] > outputs
+        return _GPU_LAUNCHES.get(node.op, 1) + more
 
-    def _fp8_numbers(self, node: Node) -> int:
-        """Numbers of a key that lie in FP8 and are decoded; 0: none does."""
-        buffers = {name: self.program.buffers[name] for name in cache_inputs(node).values()}
-        return sum(
-            math.prod(self.program.shape(name)[2:])
-            for name, buffer in buffers.items()
-            if "float8" in str(buffer.dtype)
-        )
+    def _is_left_out(self, node: Node) -> bool:
+        """Whether it is for the tokens that attend to latents, or for the others, of which the step
+        has none."""
+        expands = self._attends.expands
+        if node.op == "attention_expanded":
+            return not expands
+        of_latents = node.op == "per_head_linear" or (node.op == "attention" and is_latent(node))
+        return expands and of_latents
 
     def _sequences(self, node: Node) -> int:
         """How many sequences the node takes: the step's, or those of its microbatch."""
@@ -170,17 +147,25 @@ class CostModel:
         self, node: Node, part: Cpu | Gpu, nbytes: float, computing: float, weights: float
     ) -> Cost:
         share = part.experts_share if node.op == "moe_ffn" else part.linear_share
-        launches = _LAUNCHES.get(node.op, 1)
+        on_cpu = isinstance(part, Cpu)
+        launches = _LAUNCHES.get(node.op, 1) if on_cpu else self.launches(node)
+        moving = 0.0
+        if isinstance(part, Gpu) and not self.load.decodes:
+            parts = self._attends.touched
+            moved = activation_bytes(node, self.program, self.full, self._filled, parts)
+            moving = moved / (part.read_gbps * part.linear_share * 1e9)
         if node.op == "attention" and isinstance(part, Gpu):
             share = part.attention_share
-            parted = self.load.decodes and self._keys(node) >= _PARTED
-            launches = _LATENT_LAUNCHES if _is_latent(node) and parted else launches
+            parted = self.load.decodes and self._attends.keys(node) >= _PARTED
+            launches = _LATENT_LAUNCHES if is_latent(node) and parted else launches
         reading = nbytes / (part.read_gbps * share * 1e9)
-        on_cpu = isinstance(part, Cpu)
         if on_cpu and self._opened(node):
             launches -= 1
         starting = launches * (part.job_us if isinstance(part, Cpu) else part.launch_us) * 1e-6
-        seconds = max(reading, computing)
+        # Products read and write rows while they multiply; rows of experts are moved before.
+        seconds = max(reading + moving, computing)
+        if node.op == "moe_ffn":
+            seconds = max(reading, computing) + moving
         memory = MEMORY if on_cpu else GPU_MEMORY
         bound = LAUNCH if starting > seconds else (COMPUTE if computing > reading else memory)
         if isinstance(part, Gpu) and launches * part.host_us * 1e-6 > seconds + starting:
@@ -204,19 +189,6 @@ class CostModel:
         if not moved:  # a dense weight: all of it
             moved = float(sum(self.program.weight(node, name).nbytes for name in node.weights))
         return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved, moved)
-
-    def _expanded(self, node: Node) -> float:
-        """The part of a prompt's operations that is left where latent keys and values are expanded
-        for each head: of the sizes of these instead of the latent's."""
-        latent = node.attr("dv")
-        heads = (
-            self.program.weight(other, "heads").shape
-            for other in self.program.nodes
-            if other.layer == node.layer and other.op == "per_head_linear"
-        )
-        plain = sum(size for _, *sizes in heads for size in sizes if size != latent)
-        rope = node.attr("dk") - latent
-        return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
 
     @property
     def _filled(self) -> float:
@@ -262,10 +234,15 @@ class CostModel:
         distinct, rows = float(spec.shape[0]), float(tokens)
         if ids is not None:
             topk = float(experts_per_token(self.full, ids))
-            first, last = self._ranks(node, E)
             law = self.load.routing
-            distinct = law.distinct(E, topk, tokens, first, last)
-            rows = tokens * topk * law.share(E, topk, first, last)
+            if spec.full is not None and node.role in ("routed", "deferred"):  # those of a rank
+                part = spec.shape[0] / E
+                distinct = law.distinct(E, topk, tokens) * part
+                rows = tokens * topk * law.fullest(E, topk, round(1 / part))
+            else:
+                first, last = self._ranks(node, E)
+                distinct = law.distinct(E, topk, tokens, first, last)
+                rows = tokens * topk * law.share(E, topk, first, last)
         each = 3.0 * H * I
         return distinct * spec.bytes_per_expert, distinct * each, 2.0 * rows * each
 

@@ -98,6 +98,8 @@ class Gpu:
         launch_us: from the end of a kernel to the begin of the next in a CUDA graph, and what a
             kernel takes that reads next to nothing.
         host_us: that Python and the driver take to launch a kernel, where no CUDA graph does.
+        uncaptured_us: likewise in steps of ours that no graph has, since what they launch depends
+            on their sequences.
         hop_us: to the CPU's workers and back, at flags.
         link_gbps: 1e9 bytes a second from main memory, and as many to it at once.
         peer_gbps: from another GPU; None: what it sends goes through main memory.
@@ -118,6 +120,7 @@ class Gpu:
     fp8_latents_gnumbers_s: float | None = None
     launch_us: float = 3.6
     host_us: float = 0.0
+    uncaptured_us: float = 0.0
     hop_us: float = 10.0
     peer_gbps: float | None = None
     peer_us: float = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +45,14 @@ class Routing:
         """The part of all choices that falls on these experts."""
         each = self.taken(E, topk)[first : None if last < 0 else last]
         return sum(each) / topk if topk else 0.0
+
+    def fullest(self, E: int, topk: float, parts: int) -> float:
+        """The part of all choices that is expected to fall on the fullest of so many parts of the
+        experts, which are alike in size and not dealt by how often they are chosen."""
+        each, mean = self.taken(E, topk), topk / E
+        spread = math.sqrt(sum((q - mean) ** 2 for q in each) * (1 - 1 / parts) / parts)
+        most = 0.68 * math.sqrt(2 * math.log(parts))  # of normal numbers, of two 0.80
+        return min(1.0, 1 / parts + most * spread / topk)
 
     def slowest(self, E: int, topk: float, cores: int) -> float:
         """How much more work than all on average a core has, where each has some experts from the

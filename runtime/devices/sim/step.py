@@ -84,6 +84,7 @@ class _Task:
     cost: Cost
     waits: list[int]
     left: float = 0.0
+    launched: float = 0.0  # not before, where no graph launches it
     begin: float = -1.0
     end: float = -1.0
     last: int = -1  # the task for which it waited longest
@@ -113,20 +114,33 @@ def _tasks(compiled: Compiled, machine: Machine, load: Load) -> list[_Task]:
     tasks: list[_Task] = []
     ends: dict[int, list[int]] = defaultdict(list)  # by channel: submit, then wait
     work = compiled.work(load.tokens, load.context)
+    host_us = _uncaptured(compiled, machine)
     for device, part in compiled.parts.items():
+        launched = 0
         model, first = CostModel(machine, part, compiled.program, load), len(tasks)
         order = dependencies(part) if device == CPU else on_streams(part)
         for node, before in zip(part.nodes, order.direct, strict=True):
             stream = "workers" if device == CPU else (node.stream or "main")
             cost = model.of(node, work[node.name])
             waits = [first + i for i in before]
-            tasks.append(_Task(node, (device, stream), cost, waits, cost.seconds))
+            launched += model.launches(node) if device != CPU else 0
+            at = launched * host_us * 1e-6
+            tasks.append(_Task(node, (device, stream), cost, waits, cost.seconds, at))
             if node.op in ("submit", "wait"):
                 ends[node.attr("channel")].append(len(tasks) - 1)
     for numbers in ends.values():
         pair = {tasks[i].node.op: i for i in numbers}
         tasks[pair["wait"]].waits.append(pair["submit"])
     return tasks
+
+
+def _uncaptured(compiled: Compiled, machine: Machine) -> float:
+    """Microseconds of the host for each launch on each GPU; 0: a graph launches all. Hosts of
+    several GPUs are threads of one interpreter, of which one runs at a time."""
+    gpus = [device for device in compiled.parts if device != CPU]
+    if machine.gpu is None or not any(n.op == "attention_expanded" for n in compiled.program.nodes):
+        return 0.0
+    return machine.gpu.uncaptured_us * len(gpus)
 
 
 def _run(tasks: list[_Task], roofs: Mapping[str, float]) -> None:
@@ -142,10 +156,13 @@ def _run(tasks: list[_Task], roofs: Mapping[str, float]) -> None:
     now = 0.0
     while running or any(queues.values()):
         _begin(tasks, queues, running, now)
-        if not running:  # the rest took no time
+        heads = (tasks[queue[0]].launched for queue in queues.values() if queue)
+        launch = min((at for at in heads if at > now), default=float("inf"))
+        if not running and launch == float("inf"):  # the rest took no time
             break
         paces = _paces(tasks, running, roofs)
-        took = min(tasks[i].left * paces[lane] for lane, i in running.items())
+        took = min((tasks[i].left * paces[lane] for lane, i in running.items()), default=launch)
+        took = min(took, launch - now)
         now += took
         for lane, i in list(running.items()):
             tasks[i].left -= took / paces[lane]
@@ -188,7 +205,8 @@ def _begin(
                 continue
             for place, i in enumerate(queue):
                 task = tasks[i]
-                if all(0 <= tasks[w].end <= now for w in task.waits):
+                ready = all(0 <= tasks[w].end <= now for w in task.waits)
+                if ready and task.launched <= now:
                     del queue[place]
                     task.begin = now
                     task.last = max(task.waits, key=lambda w: tasks[w].end, default=-1)
