@@ -18,6 +18,8 @@ from runtime.planning.work import weight_bytes
 from runtime.profiling.this_machine import this_machine
 from runtime.workers.pool import WorkerPool
 
+from .drafts import DraftForecast, draft_forecast
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -32,6 +34,11 @@ class Forecast:
         compiled = compile(self.model, self.plan, Phase.DECODE, sequences)
         step = simulate(compiled, self.machine, Load(sequences, context, sequences))
         return sequences / step.seconds
+
+    def drafts(self, most: int) -> DraftForecast:
+        """What checking up to so many drafts of one sequence takes, and whether it pays."""
+        context = min(512, self.plan.max_model_len)
+        return draft_forecast(self.plan, self.model, self.machine, Load(1, context), most)
 
     def speed(self, pace: DecodePace) -> Speed:
         """The prediction beside what was measured."""

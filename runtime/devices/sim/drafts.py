@@ -1,34 +1,39 @@
-"""Speculative decoding: tokens that a step yields by how often drafts are accepted."""
+"""How much longer a step takes that checks drafts: its tokens read more experts than one does, by
+the law of routing, but keys and values of a sequence once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+
+from ...planning.compile import compile
+from ...planning.execution import ExecutionPlan, Phase
+from ...planning.lowerable import Lowerable
+from .cost import Load
+from .machine import Machine
+from .step import simulate
+
+LAYERS = 4
+"""Of the model, whose steps are simulated; the others count as these."""
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """Drafts of a sequence in a step (arXiv 2211.17192).
+def times_as_long(
+    plan: ExecutionPlan, model: Lowerable, machine: Machine, load: Load, most: int
+) -> tuple[float, ...]:
+    """Seconds of steps that check 1, 2, ..., ``most`` drafts of each sequence over those of one
+    that checks none.
 
-    Attributes:
-        count: how many; ``acceptance``: the chance of each to be what the model draws, if all
-            before it were.
-        seconds: of making one: of a draft model's step, or 0 for prompt lookup.
+    Args:
+        load: a decode step.
     """
+    by_number = plan.placement.by_layer or plan.placement.kv_in_main  # of layers: all are needed
+    some, stretch = (model, 1.0) if by_number else model.thinned(LAYERS)
 
-    count: int
-    acceptance: float
-    seconds: float = 0.0
+    def seconds(drafts: int) -> float:
+        tokens = load.sequences * (1 + drafts)
+        phase = Phase.PROMPT if drafts else Phase.DECODE
+        part = compile(some, plan, phase, tokens)
+        step = simulate(part, machine, replace(load, tokens=tokens, drafts=drafts))
+        return step.stretched(stretch).seconds
 
-    @property
-    def tokens(self) -> float:
-        """Tokens that a step yields on average: those that are accepted, and one of the model."""
-        return sum(self.acceptance**i for i in range(self.count + 1))
-
-    def seconds_a_token(self, verifying: float) -> float:
-        """Seconds of a token.
-
-        Args:
-            verifying: of the model's step of ``1 + count`` tokens of a sequence, as simulated by a
-                ``Load`` with so many drafts.
-        """
-        return (verifying + self.count * self.seconds) / self.tokens
+    one = seconds(0)
+    return tuple(seconds(drafts) / one for drafts in range(1, most + 1))
