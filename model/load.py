@@ -90,7 +90,7 @@ def load_engine(
         progress: as in ``from_pretrained``.
         execution: on which devices, and how; None: on those that are predicted to be fastest
             (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling; None:
-            the defaults, and drafts where they are predicted to pay (``planner.drafts``).
+            the defaults, and drafts where they are predicted to pay (``sim.drafts``).
         settings: fields of ``ExecutionConfig`` (device, experts, defer, threads, kernel, kv_dtype
             ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
 

@@ -88,8 +88,8 @@ def plan(
         from ..inspection.subject import open_subject
         from ..planner.changes import changes
         from ..planner.choose import best
-        from ..planner.drafts import drafts_of
         from ..planner.machines import find_machine
+        from ..planner.predict import drafts_of
         from ..planner.report import as_dict, lines
         from ..planner.settings import Case, wanted_of
         from ..planner.sweep import check_swept, draw, told

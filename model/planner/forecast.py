@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pykernels import target
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
+from runtime.devices.sim.drafts import DraftForecast, draft_forecast
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.step import simulate
 from runtime.engine.pace import DecodePace, Speed
@@ -17,8 +18,6 @@ from runtime.planning.placement import CPU
 from runtime.planning.work import weight_bytes
 from runtime.profiling.this_machine import this_machine
 from runtime.workers.pool import WorkerPool
-
-from .drafts import DraftForecast, draft_forecast
 
 
 @dataclass(frozen=True)

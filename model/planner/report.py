@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.devices.sim.drafts import DraftForecast
 from runtime.engine.scheduling.config import CONTEXT
 from runtime.planning.placement import CPU
 
 from .changes import Change
-from .drafts import DraftForecast
 from .placing import GIB
 from .predict import Prediction
 

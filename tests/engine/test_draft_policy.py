@@ -11,8 +11,8 @@ import pytest
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.engine.requests.acceptance import Acceptance
 from runtime.engine.requests.drafters import MakeDrafter
-from runtime.engine.scheduling.draft_gain import LEAST, best_number, break_even, expected_tokens
 from runtime.engine.scheduling.draft_policy import DraftPolicy
+from runtime.planning.drafts import LEAST, best_number, break_even, expected_tokens
 
 from .fake_runner import FakeRunner, expected
 from .test_drafts import Known

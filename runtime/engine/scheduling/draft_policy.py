@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from .draft_gain import LEAST
+from ...planning.drafts import LEAST
 
 TIMES = 15
 """Steps of a kind that count, the last ones."""
