@@ -68,15 +68,15 @@ def test_drafts_are_known_to_be_right_without_checking() -> None:
 
 
 def test_measured_steps_overrule_a_prediction() -> None:
+    """Each number of drafts its own: kernels change with the number of tokens."""
     policy, now = DraftPolicy((1.1, 1.2, 1.3, 1.4)), 0.0
-    assert policy.counts(1, [(0.5, 4)]) == [2]
-    for step in range(40):
-        drafts = 4 * (step % 2)
-        now += 1.0 + 0.6 * drafts
-        policy.timed(1, 1 + drafts, now)
-    assert policy.times_as_long(1, 5) == pytest.approx(3.4)
-    assert policy.counts(1, [(0.5, 4)]) == [0]
-    assert policy.counts(1, [(0.99, 4)]) == [4]
+    assert policy.counts(1, [(0.8, 4)]) == [4]
+    for drafts, best in ((4, [3]), (3, [2]), (2, [1]), (1, [0])):
+        for tokens in [1, 1 + drafts] * 20:
+            now += 1.0 + 0.9 * (tokens - 1)
+            policy.timed(1, tokens, now)
+        assert policy.times_as_long(1, 1 + drafts) == pytest.approx(1 + 0.9 * drafts)
+        assert policy.counts(1, [(0.8, 4)]) == best
 
 
 def auto(make: MakeDrafter) -> Engine:

@@ -273,7 +273,14 @@ def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:
     rows = uneven.rows(128, 8, 8)
     assert sum(chance for chance, _ in rows) == pytest.approx(uneven.distinct(128, 8, 8))
     assert sum(chance * count for chance, count in rows) == pytest.approx(8 * 8)
-    assert rows[0][1] > 4 > 1.1 > rows[-1][1]
+    draw = np.random.default_rng(4)
+    counts = [
+        np.bincount(draw.permuted(np.tile(np.arange(128), (3, 1)), axis=1)[:, :8].ravel())
+        for _ in range(2000)
+    ]  # of each expert, three tokens that choose at random
+    alone = np.mean([(count == 1).sum() for count in counts])
+    of_three = Routing().rows(128, 8, 3)
+    assert sum(chance for chance, count in of_three if count == 1) == pytest.approx(alone, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ...planning.drafts import LEAST
 
 TIMES = 15
 """Steps of a kind that count, the last ones."""
-BELIEF = 5
+BELIEF = 3
 """Steps with drafts that a prediction counts as."""
 UNKNOWN = 0.5
 """By how much of a step another draft lengthens it, where nothing is predicted."""
@@ -29,13 +29,15 @@ class DraftPolicy:
     def __init__(self, predicted: Sequence[float] = ()) -> None:
         self._predicted = [1.0, *(predicted or (1 + UNKNOWN,))]
         self._seconds: dict[int, deque[float]] = {}  # of steps without drafts, by sequences
-        self._longer = deque([1.0] * BELIEF, TIMES)  # times as much longer as predicted
-        self._factor, self._last, self._ended = 1.0, 0, math.nan
+        # By tokens of a step with drafts, times as much longer than predicted.
+        self._longer: dict[int, deque[float]] = {}
+        self._last, self._ended = 0, math.nan
 
     def times_as_long(self, sequences: int, tokens: int) -> float:
         """As long as a step of so many sequences without drafts one takes that has so many tokens
         with them."""
-        return 1 + self._factor * self._extra(sequences, tokens)
+        longer = self._longer.get(tokens)
+        return 1 + self._extra(sequences, tokens) * (1.0 if longer is None else median(longer))
 
     def counts(self, sequences: int, offered: Sequence[tuple[float, int]]) -> list[int]:
         """How many drafts are checked, so that most tokens are drawn in the same time.
@@ -72,9 +74,9 @@ class DraftPolicy:
         if tokens == sequences:
             self._seconds.setdefault(sequences, deque(maxlen=TIMES)).append(seconds)
         elif sequences in self._seconds:
-            longer = seconds / median(self._seconds[sequences]) - 1
-            self._longer.append(max(0.0, longer) / self._extra(sequences, tokens))
-            self._factor = median(self._longer)
+            longer = max(0.0, seconds / median(self._seconds[sequences]) - 1)
+            found = self._longer.setdefault(tokens, deque([1.0] * BELIEF, TIMES))
+            found.append(longer / self._extra(sequences, tokens))
 
     def pause(self) -> None:
         """A step of another kind has run since the last one."""
