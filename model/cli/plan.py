@@ -74,8 +74,8 @@ def plan(
 
     Only headers or config.json are read, and the machine need not be here: a file names its
     memory's and its GPU's rates. The steps that the engine would run are timed on these rates,
-    kernel by kernel, those that check drafts too: from how many right ones they pay. Below stands the line that serves the model so, and the three changes that
-    would gain most.
+    kernel by kernel; so are those that check drafts, and it is told from how many right ones they
+    pay. Below stands the line that serves the model so, and the three changes that would gain most.
 
     Example: pykernels plan deepseek-v3 --format q4_k --machine two-sockets.yaml --prompt 8192
     """

@@ -101,7 +101,7 @@ class EngineConfig:
         draft: where drafts of an output's next tokens come from, all of which one step checks:
             "ngram": what came behind the same tokens before (prompt lookup); "auto": these too,
             where drafts of the output were right so often of late that more are worth their time;
-            "off": there are none. What is drawn is the same.
+            "off": there are none. What is drawn is the same, but where rounding decides.
         draft_tokens: drafts of an output in a step, at most.
         draft_times: of "auto": times as long as a step without drafts those take that check 1, 2,
             ... of one sequence, as predicted; empty: by steps that have run alone.
@@ -220,7 +220,8 @@ class EngineConfig:
     draft: str = option(
         "off",
         "Guess an output's next tokens, and check them in one step: by what came behind the same"
-        " tokens before (ngram), or so where that pays (auto). The text is the same.",
+        " tokens before (ngram), or so where that pays (auto). The text is the same, but where"
+        " rounding decides between two tokens.",
         "auto|ngram|off",
     )
     draft_tokens: int = option(

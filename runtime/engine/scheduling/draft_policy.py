@@ -1,5 +1,11 @@
 """Which drafts are worth checking, by how often those of an output were right of late, and by how
-much longer steps with drafts take."""
+much longer steps with drafts take.
+
+The prediction says how much longer, so that the same request is drafted alike on each run: a step
+of several tokens adds up in another order than one of a single token, and where two tokens are as
+good as equally likely, the text may depend on that. Steps that have run overrule a prediction that
+is far off.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,12 @@ TIMES = 15
 """Steps of a kind that count, the last ones."""
 BELIEF = 3
 """Steps with drafts that a prediction counts as."""
+TRUST = 1.25
+"""Times that a step with drafts may take longer than predicted, or shorter, before the prediction
+is given up."""
+FADES = 32
+"""Steps without drafts after which one more counts as if predictions were right: what was measured
+while other programs used the cores does not count for ever."""
 UNKNOWN = 0.5
 """By how much of a step another draft lengthens it, where nothing is predicted."""
 
@@ -29,15 +41,15 @@ class DraftPolicy:
     def __init__(self, predicted: Sequence[float] = ()) -> None:
         self._predicted = [1.0, *(predicted or (1 + UNKNOWN,))]
         self._seconds: dict[int, deque[float]] = {}  # of steps without drafts, by sequences
-        # By tokens of a step with drafts, times as much longer than predicted.
-        self._longer: dict[int, deque[float]] = {}
-        self._last, self._ended = 0, math.nan
+        # By tokens of a step with drafts, times as long as predicted.
+        self._off: dict[int, deque[float]] = {}
+        self._last, self._ended, self._plain = 0, math.nan, 0
 
     def times_as_long(self, sequences: int, tokens: int) -> float:
         """As long as a step of so many sequences without drafts one takes that has so many tokens
         with them."""
-        longer = self._longer.get(tokens)
-        return 1 + self._extra(sequences, tokens) * (1.0 if longer is None else median(longer))
+        off = median(self._off.get(tokens, (1.0,)))
+        return self._at(tokens) / self._at(sequences) * (off if max(off, 1 / off) > TRUST else 1.0)
 
     def counts(self, sequences: int, offered: Sequence[tuple[float, int]]) -> list[int]:
         """How many drafts are checked, so that most tokens are drawn in the same time.
@@ -67,24 +79,24 @@ class DraftPolicy:
         Args:
             tokens: those of the sequences and their drafts.
         """
-        seconds, last = ended - self._ended, self._last
+        seconds, last = max(1e-9, ended - self._ended), self._last
         self._last, self._ended = sequences, ended
         if last != sequences:  # something else was before it
             return
         if tokens == sequences:
             self._seconds.setdefault(sequences, deque(maxlen=TIMES)).append(seconds)
+            self._plain += 1
+            if self._plain % FADES == 0:
+                for off in self._off.values():
+                    off.append(1.0)
         elif sequences in self._seconds:
-            longer = max(0.0, seconds / median(self._seconds[sequences]) - 1)
-            found = self._longer.setdefault(tokens, deque([1.0] * BELIEF, TIMES))
-            found.append(longer / self._extra(sequences, tokens))
+            predicted = self._at(tokens) / self._at(sequences) * median(self._seconds[sequences])
+            off = self._off.setdefault(tokens, deque([1.0] * BELIEF, TIMES))
+            off.append(seconds / predicted)
 
     def pause(self) -> None:
         """A step of another kind has run since the last one."""
         self._last = 0
-
-    def _extra(self, sequences: int, tokens: int) -> float:
-        """What a step with drafts takes more, in parts of one without, as predicted."""
-        return max(0.01, self._at(tokens) / self._at(sequences) - 1)
 
     def _at(self, tokens: int) -> float:
         """As long as a step of one token one takes that has so many."""
