@@ -238,13 +238,12 @@ def with_drafts(
 
     off = replace(engine, draft="off")
     if why := why_none(engine, runner):
-        return off, f"no drafts: {why}"
+        return off, f"drafts: off: {why}"
     forecast = forecast_of(runner.model, runner.plan, pool)
     if forecast is None:
         return off, ""
     found = forecast.drafts(engine.draft_tokens)
-    said = f"{found.choice_line}; {found.cost_line}"
-    return (replace(engine, draft_times=found.times) if found.pays else off), said
+    return (replace(engine, draft_times=found.times) if found.pays else off), found.line
 
 
 def _given(

@@ -75,8 +75,8 @@ def lines(found: Prediction, drafts: DraftForecast, changes: Sequence[Change]) -
         f" context of {wanted.context}"
         + (f", {wanted.batch} sequences" if wanted.batch > 1 else ""),
         f"            bound by {_shares(step.bounds, step.seconds)}",
-        f"drafts      {drafts.cost_line}",
-        f"            {drafts.choice_line}",
+        f"drafts      {drafts.choice}",
+        *([f"            {drafts.cost}"] if drafts.cost else []),
         f"prompt      {prompt.tok_s:.0f} tok/s of {wanted.prompt} tokens in {prompt.steps}"
         f" step{'s' * (prompt.steps > 1)}{way}",
         f"            bound by {_shares(prompt.bounds, prompt.seconds)}",

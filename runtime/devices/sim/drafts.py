@@ -28,10 +28,12 @@ class DraftForecast:
 
     Attributes:
         times: as long as a step without drafts those take that check 1, 2, ...
+        most: that a step of an engine checks of a sequence.
         why_none: why the model takes no drafts, as a clause; "": it does.
     """
 
     times: tuple[float, ...] = ()
+    most: int = MOST
     why_none: str = ""
 
     @property
@@ -42,7 +44,7 @@ class DraftForecast:
     @property
     def best(self) -> tuple[int, float]:
         """The number of drafts that gains most where text repeats, and what it gains."""
-        return best_number(self.times, REPEATS)
+        return best_number(self.times[: self.most], REPEATS)
 
     @property
     def pays(self) -> bool:
@@ -50,40 +52,42 @@ class DraftForecast:
         return self.best[1] >= LEAST
 
     @property
-    def cost_line(self) -> str:
-        """What checking drafts takes, and from when it pays."""
-        if self.why_none:
-            return f"none: {self.why_none}"
-        k = self.best[0] or 1
-        least = self.break_even[k - 1]
-        from_when = "never pays" if least is None else f"pays from {least:.0%} accepted"
-        one = "1 draft" if k == 1 else f"{k} drafts"
-        return f"a step that checks {one} takes {self.times[k - 1]:.2f} x one without: {from_when}"
-
-    @property
-    def choice_line(self) -> str:
+    def choice(self) -> str:
         """What ``--draft auto`` does then."""
         if self.why_none:
-            return "--draft auto is off"
-        k, gain = self.best
-        at = f"where text repeats ({REPEATS:.0%} accepted)"
-        if self.pays:
-            return f"--draft auto checks what repeats earlier text: up to {gain:.2f} x {at}"
-        return f"--draft auto is off: at most {gain:.2f} x {at}"
+            return f"off: {self.why_none}"
+        if not self.pays:
+            return "off"
+        return f"checked where text repeats itself, for up to {self.best[1]:.2f} x decode"
+
+    @property
+    def cost(self) -> str:
+        """What checking the best number of them takes, and from when it pays; "": none can be."""
+        if self.why_none:
+            return ""
+        k = self.best[0] or 1
+        least = self.break_even[k - 1]
+        when = "never pays" if least is None else f"pays from {least:.0%} right ones"
+        return f"a step that checks {k} takes {self.times[k - 1]:.2f} x one without and {when}"
+
+    @property
+    def line(self) -> str:
+        """Both, in a line."""
+        return ": ".join(filter(None, ("drafts", self.choice, self.cost)))
 
 
 def draft_forecast(
-    plan: ExecutionPlan, model: Lowerable, machine: Machine, load: Load, most: int = MOST
+    plan: ExecutionPlan, model: Lowerable, machine: Machine, load: Load, most: int
 ) -> DraftForecast:
     """What drafts take of a model that runs by a plan.
 
     Args:
-        load: a decode step.
+        load: a decode step; ``most``: see ``DraftForecast``.
     """
     if why := why_no_drafts(plan, model):
         return DraftForecast(why_none=why)
-    most = min(most, plan.sizes.tokens // load.sequences - 1)
-    return DraftForecast(times_as_long(plan, model, machine, load, most))
+    room = min(max(most, MOST), plan.sizes.tokens // load.sequences - 1)
+    return DraftForecast(times_as_long(plan, model, machine, load, room), most)
 
 
 def times_as_long(

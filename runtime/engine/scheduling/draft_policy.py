@@ -41,15 +41,24 @@ class DraftPolicy:
     def __init__(self, predicted: Sequence[float] = ()) -> None:
         self._predicted = [1.0, *(predicted or (1 + UNKNOWN,))]
         self._seconds: dict[int, deque[float]] = {}  # of steps without drafts, by sequences
-        # By tokens of a step with drafts, times as long as predicted.
+        # By tokens of a step with drafts, times as long as predicted; more take the next fewer's.
         self._off: dict[int, deque[float]] = {}
         self._last, self._ended, self._plain = 0, math.nan, 0
 
     def times_as_long(self, sequences: int, tokens: int) -> float:
         """As long as a step of so many sequences without drafts one takes that has so many tokens
         with them."""
-        off = median(self._off.get(tokens, (1.0,)))
-        return self._at(tokens) / self._at(sequences) * (off if max(off, 1 / off) > TRUST else 1.0)
+        predicted = self._at(tokens) / self._at(sequences)
+        near = max((known for known in self._off if known <= tokens), default=0)
+        off = median(self._off[near]) if near else 1.0
+        return max(1.0, predicted * off) if max(off, 1 / off) > TRUST else predicted
+
+    def may_pay(self, sequences: int, acceptance: float, drafts: int) -> bool:
+        """Whether any of so many drafts of one sequence is worth it in a step of ``sequences``."""
+        most = acceptance / (1 - acceptance)  # tokens that ever so many drafts bring
+        if most < LEAST * sequences * (self.times_as_long(sequences, sequences + 1) - 1):
+            return False  # as in most steps of most texts
+        return self.counts(sequences, [(acceptance, drafts)]) != [0]
 
     def counts(self, sequences: int, offered: Sequence[tuple[float, int]]) -> list[int]:
         """How many drafts are checked, so that most tokens are drawn in the same time.

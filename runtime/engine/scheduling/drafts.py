@@ -119,8 +119,7 @@ class Drafts:
         """Whether a step of so many sequences may check drafts of a request, ``most`` at most."""
         if most <= 0 or self._policy is None:
             return most > 0
-        offered = [(request.acceptance.rate, min(most, self._most))]
-        return self._policy.counts(sequences, offered) != [0]
+        return self._policy.may_pay(sequences, request.acceptance.rate, min(most, self._most))
 
     def _worth(
         self, proposed: dict[Request, list[int]], sequences: int
