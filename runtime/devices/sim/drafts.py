@@ -10,16 +10,16 @@ from ...planning.drafts import LEAST, best_number, break_even, why_no_drafts
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.lowerable import Lowerable
 from .cost import Load
+from .deferral import some_layers
 from .machine import Machine
 from .step import simulate
 
-LAYERS = 4
-"""Of the model, whose steps are simulated; the others count as these."""
 MOST = 8
 """Drafts of a sequence in a step, up to which steps are predicted."""
 REPEATS = 0.8
 """The acceptance that drafts by prompt lookup reach where an output copies what came before, as
-edits of code and quotations do: what they may gain is predicted by it."""
+edits of code and quotations do: what they may gain is predicted by it. The embedded model's
+continuations of 30 files of code had 3,072 of 4,046 drafts right."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def draft_forecast(
     if why := why_no_drafts(plan, model):
         return DraftForecast(why_none=why)
     room = min(max(most, MOST), plan.sizes.tokens // load.sequences - 1)
+    if room < 1:
+        return DraftForecast(why_none="a step has no room for more tokens than one of a sequence")
     return DraftForecast(times_as_long(plan, model, machine, load, room), most)
 
 
@@ -99,8 +101,7 @@ def times_as_long(
     Args:
         load: a decode step.
     """
-    by_number = plan.placement.by_layer or plan.placement.kv_in_main  # of layers: all are needed
-    some, stretch = (model, 1.0) if by_number else model.thinned(LAYERS)
+    some, stretch = some_layers(plan, model)
 
     def seconds(drafts: int) -> float:
         tokens = load.sequences * (1 + drafts)
