@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -106,7 +107,8 @@ def test_auto_drafts_what_repeats_itself_and_nothing_else(llm: LLM) -> None:
     asked = ("x = [1, 2, 3]\n" * 12, greedy), ("class Stack:", drawn)
     sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 1, "max_num_logits": 6}
     runner = cpu_runner(llm.runner.model, llm.pool, 256, 12, **sizes, kernel=llm.kernel)
-    with Engine(runner, threaded=False, config=config) as engine:
+    even = map(float, count())  # each step takes as long as any other
+    with Engine(runner, threaded=False, config=config, clock=even.__next__) as engine:
         checked, steps = list[int](), list[int]()
         for prompt, params in asked:
             ids, before = llm.encode(prompt), engine.stats
