@@ -64,7 +64,10 @@ def test_drafts_are_known_to_be_right_without_checking() -> None:
     assert 0.7 < acceptance.rate < 0.9, "two drafts of four were right"
     for _ in range(12):
         acceptance.add(0, 4)
-    assert acceptance.rate < 0.1
+    assert acceptance.rate < 0.2
+    for _ in range(20):
+        acceptance.add(1, 1)
+    assert acceptance.rate > 0.8, "one at a time counts as several at once do"
 
 
 def test_measured_steps_overrule_a_prediction() -> None:

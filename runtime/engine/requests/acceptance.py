@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-KEPT = 0.8
-"""What an earlier draft counts of a later one."""
-DOUBT = 2.0
-"""Wrong drafts that each output begins with."""
+KEPT = 0.9
+"""What a draft counts once another one has been tried."""
+DOUBT = 1.0
+"""Wrong drafts that every output is taken to have had."""
 
 
 class Acceptance:
@@ -31,8 +31,9 @@ class Acceptance:
     def add(self, right: int, drafts: int) -> None:
         """So many of so many drafts were right: those behind a wrong one were not tried."""
         self._guess = ()
-        self._right = KEPT * self._right + right
-        self._checked = KEPT * self._checked + min(right + 1, drafts)
+        tried = min(right + 1, drafts)
+        self._right = KEPT**tried * self._right + right
+        self._checked = KEPT**tried * self._checked + tried
 
     def watch(self, tokens: Sequence[int], propose: Callable[[], Sequence[int]]) -> None:
         """Compares drafts that no step checks with what is drawn.
