@@ -178,7 +178,10 @@ class Scheduler(Queues):
 
     def may_draft(self, step: ScheduledStep) -> bool:
         """Whether the next step may have drafts, which follow from what this one draws."""
-        return self._drafts is not None and any(r.most_drafts > 0 for r in step.sampled)
+        if self._drafts is None:
+            return False
+        may, count = self._drafts.may_have, len(step.sampled)
+        return any(may(request, request.most_drafts, count) for request in step.sampled)
 
     def has_drafts(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
         """Whether there are drafts behind what a step has drawn, and the next one, which is
