@@ -80,7 +80,7 @@ def inspect(
         from ..inspection.examine import examine
 
         which = model or str(EMBEDDED)
-        if NAME.fullmatch(which):  # a shape has no slash in its name
+        if NAME.fullmatch(which) or Path(which).exists():  # a shape has no slash in its name
             which = str(local(which, weights=program))
         if program:
             from ..llm import placed_program
