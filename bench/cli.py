@@ -46,7 +46,9 @@ from .several_gpus.tensor.cli import tensor
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
 
-app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
+app = typer.Typer(
+    no_args_is_help=True, help="Time kernels, whole models, loading and servers on this machine."
+)
 app.command(cls=OneOrSeveral)(e2e)
 app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
