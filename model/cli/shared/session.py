@@ -111,6 +111,21 @@ class Session:
 
         return encode_chat(self.llm or self.model, self.tokenizer, messages)
 
+    def check_room(self, tokens: int) -> None:
+        """Raises PykernelsError where a conversation of so many tokens has no room for an answer;
+        what gives it more."""
+        if self.llm is None:
+            return  # Hugging Face's own forward has the model's context, and says so
+        new, most = int(self.sampling["max_new_tokens"]), self.llm.longest
+        if tokens + new > most:
+            positions = getattr(self.llm.config, "max_position_embeddings", most)
+            more = f", --max-model-len {positions} gives it more room" if most < positions else ""
+            raise PykernelsError(
+                f"The conversation's {tokens} tokens and {new} of an answer do not fit the context"
+                f" of {most}",
+                f"/reset begins a new one{more}",
+            )
+
     def write(self, prompt: str | list[int], echo: bool = False) -> tuple[str, GenerationStats]:
         """Stream the continuation of `prompt` to stdout; returns it with its figures.
 
@@ -162,9 +177,9 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
             "Leave it out, or --device and rules that name a GPU",
         )
     execution.check_eager()
-    if engine.draft != "off":
-        hint = "Leave out --eager and its kin"
-        raise SettingError("draft", engine.draft, hint, "is for the engine")
+    for name, own in (("draft", "off"), ("max_model_len", None)):
+        if (value := getattr(engine, name)) != own:
+            raise SettingError(name, value, "Leave out --eager and its kin", "is for the engine")
 
 
 def _tell(llm: LLM, execution: ExecutionConfig) -> None:
