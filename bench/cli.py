@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.shared.common import Debug, command, err, out
+from model.cli.shared.common import Debug, command, err, show
 from model.cli.shared.execution import settled
 from model.cli.shared.formats import ListsFormats
 from model.cli.shared.options import Choose
@@ -276,4 +276,4 @@ def _show(measured: MoEMeasurement) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
-    out().print(table)
+    show(table)
