@@ -71,10 +71,13 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def show(table: Table) -> None:
+def show(table: Table | str) -> None:
     """A table on stdout, wide enough for its words and numbers: none is cut off. Where stdout is no
-    terminal its lines are whole."""
+    terminal its lines are whole. A text is printed as it is."""
     console = out()
+    if isinstance(table, str):
+        console.print(table)
+        return
     wide = console.options.update(max_width=_WIDEST)
     for column in table.columns:
         cells = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
