@@ -135,10 +135,14 @@ def _run(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise PykernelsError(
-            f"the output cannot be written: {error.strerror}",
-            "Free some space, or send it elsewhere",
-        ) from error
+        raise unwritable(error) from error
+
+
+def unwritable(error: OSError) -> PykernelsError:
+    """What to do where stdout takes no more."""
+    return PykernelsError(
+        f"the output cannot be written: {error.strerror}", "Free some space, or send it elsewhere"
+    )
 
 
 def refused(error: PykernelsError) -> typer.Exit:
