@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.shared.common import Debug, command, err, out
+from model.cli.shared.common import Debug, command, err, show
 from model.cli.shared.execution import settled
 from model.cli.shared.formats import ListsFormats
 from model.cli.shared.options import Choose
@@ -47,7 +47,9 @@ from .several_gpus.tensor.cli import tensor
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
 
-app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
+app = typer.Typer(
+    no_args_is_help=True, help="Time kernels, whole models, loading and servers on this machine."
+)
 app.command(cls=OneOrSeveral)(e2e)
 app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
@@ -276,4 +278,4 @@ def _show(measured: MoEMeasurement) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
-    out().print(table)
+    show(table)

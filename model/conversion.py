@@ -37,7 +37,7 @@ from .checkpoint.load import warn_of
 from .checkpoint.open import open_checkpoint
 from .checkpoint.packed.begin import begun, is_whole
 from .checkpoint.packed.errors import Errors
-from .checkpoint.packed.manifest import Manifest, identity
+from .checkpoint.packed.manifest import Manifest, identity, is_packed
 from .checkpoint.packed.mapped import MappedFile, described
 from .checkpoint.packed.verify import header_digest
 from .checkpoint.packed.write import write_file
@@ -115,6 +115,11 @@ def convert(
             another process writes, too little memory or disk.
     """
     source, target = local(source), Path(target)
+    if is_packed(source):
+        raise PykernelsError(
+            f"{source} is a packed cache, and its weights are in other layouts than stored ones",
+            "Convert the checkpoint that it was made from",
+        )
     config = read_config(source)
     check_lowered(config)
     for name in (experts, linears):

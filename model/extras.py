@@ -11,14 +11,25 @@ from pykernels.errors import PykernelsError
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
 
+PICTURES = (".png", ".svg", ".pdf")
+"""Ends of names by which matplotlib draws, on any machine."""
+
+
 def is_installed(package: str) -> bool:
     """Whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise `PykernelsError` if a picture is asked for that cannot be drawn."""
-    if file is not None and not is_installed("matplotlib"):
+    """Raise `PykernelsError` if a picture is asked for that cannot be drawn, before what it is to
+    show is measured."""
+    if file is None:
+        return
+    if file.suffix.lower() not in PICTURES:
+        raise PykernelsError(f"{file} is no picture's name", f"End it with {' or '.join(PICTURES)}")
+    if not file.absolute().parent.is_dir():
+        raise PykernelsError(f"There is no folder {file.parent}", "Make it, or give another one")
+    if not is_installed("matplotlib"):
         raise PykernelsError(
             f"{file} cannot be drawn: matplotlib is not installed",
             "pip install matplotlib, or leave the picture out",

@@ -19,8 +19,10 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .startup.given import CONFIG, check_given
+
 NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<part>[\w./-]+))?")
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TEXTS = (
     *(CONFIG, "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -41,11 +43,12 @@ def local(model: str | Path, weights: bool = True) -> Path:
         weights: False: where there are only safetensors to be had, config.json is enough.
 
     Raises:
-        PykernelsError: neither a path nor a model of the hub; one that is not here and cannot be
-            downloaded.
+        PykernelsError: neither a path nor a model of the hub; a path that is no model
+            (``given.check_given``); one of the hub that is not here and cannot be downloaded.
     """
     path, name = Path(model), NAME.fullmatch(str(model))
     if path.exists():
+        check_given(path, weights)
         return path
     if name is None or Path(name["repo"]).parent.is_dir():
         kind = "file" if path.suffix == ".gguf" else "folder"

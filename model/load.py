@@ -166,7 +166,7 @@ def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequ
 def check_shared(engine: EngineConfig) -> None:
     """Raises SettingError where other engines are to read memory, and it is not known how."""
     if engine.transfer_host and not engine.kv_shared:
-        hint = "Give --role prefill or decode, or kv_shared"
+        hint = "Give --role prefill or decode; in Python kv_shared=True"
         raise SettingError("kv_transfer", engine.kv_transfer, hint, "of a server that is no node")
     if engine.transfer_host and engine.kv_store is not None:
         hint = "Leave out one of them"

@@ -216,7 +216,11 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Shapes by name: the ``model_type`` and the settings that differ from its defaults."""
 
-RELEASED: dict[str, tuple[str, str]] = {"deepseek-v3": ("fp8", "fp8"), "kimi-k2": ("fp8", "fp8")}
+RELEASED: dict[str, tuple[str, str]] = {
+    "deepseek-v3": ("fp8", "fp8"),
+    "gpt-oss-120b": ("bf16", "mxfp4"),
+    "kimi-k2": ("fp8", "fp8"),
+}
 """Formats of linears and of experts in the checkpoints that are published; bfloat16 elsewhere."""
 
 

@@ -227,6 +227,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, config=read_config(folder))
     except PykernelsError:
         raise
+    except PermissionError as error:
+        raise PykernelsError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            "Check its permissions and the disk",
+        ) from None
     except Exception as error:  # tokenizers raises bare Exception for a broken file
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"

@@ -73,7 +73,7 @@ def contexts(
     execution = replace(settled(execution), prefill="cpu" if on_cpu else "auto")  # none is timed
     from model.planner.machines import find_machine
 
-    from .run import plan, rows
+    from .run import fitting, plan, rows
 
     there = find_machine(machine)
     with (
@@ -83,6 +83,7 @@ def contexts(
         status.update(chosen.doing)
         ours = open_model(chosen, execution, max(sizes) + 2 * steps + 256)
         try:
+            fit = fitting(ours, sizes, sequences, steps)
             kept.head = {
                 "model": ours.name,
                 "format": ours.fmt,
@@ -93,9 +94,9 @@ def contexts(
                 **described(execution),
                 "predicted_for": there.name,
             }
-            kept.plan = plan(sizes, sequences, numbers)
+            kept.plan = plan(fit, sequences, numbers)
             step = lambda name: status.update(f"{name} …")  # noqa: E731
-            asked = sizes, sequences, numbers, steps
+            asked = fit, sequences, numbers, steps
             for row in rows(ours, execution, there, *asked, kept.head, step):
                 kept.add(row)
         finally:

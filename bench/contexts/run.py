@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 from bench.harness.timing.rows import attempt, reason
+from model.cli.shared.common import note
+from pykernels.errors import PykernelsError
 from runtime.devices.sim.machine import Machine
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.placement import CPU
 from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed
 
-from ..e2e.ours import Ours, roof
+from ..e2e.ours import STEP_TOKENS, Ours, roof
 from ..papers.rows import ACTUAL, of_contexts
 from ..papers.validate import predicted
 
@@ -40,6 +42,23 @@ def plan(contexts: Sequence[int], batches: Sequence[int], defers: Sequence[str])
         for batch in batches
         for context in contexts
     ]
+
+
+def fitting(ours: Ours, contexts: Sequence[int], batches: Sequence[int], steps: int) -> list[int]:
+    """The contexts that a model has positions for; the others are told in a note.
+
+    Raises:
+        PykernelsError: there is none.
+    """
+    loads = {c: Load(1, steps + _WARM, max(batches), c, filled=True) for c in contexts}
+    budget = max(STEP_TOKENS, max(batches))
+    fit = [c for c, load in loads.items() if load.positions(budget) <= ours.max_model_len]
+    has = f"{ours.name} has {ours.max_model_len} positions"
+    if not fit:
+        raise PykernelsError(f"a context of {min(contexts)} tokens; {has}", "Give other --contexts")
+    if left := [f"{c:,}" for c in contexts if c not in fit]:
+        note(f"without contexts of {', '.join(left)} tokens: {has}")
+    return fit
 
 
 def rows(

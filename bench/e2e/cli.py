@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.shared.common import Debug, command, err, note, out
+from model.cli.shared.common import Debug, command, err, note, show
 from model.cli.shared.execution import settled
 from model.hub import local
 from pykernels.errors import PykernelsError
@@ -222,4 +222,4 @@ def _show(row: Row) -> None:
         )
     for name, value in rows.items():
         table.add_row(name, value)
-    out().print(table)
+    show(table)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.shared.common import Debug, command, err, note, out, read_key
+from model.cli.shared.common import Debug, command, err, note, read_key, show
 from pykernels.errors import PykernelsError
 
 from ..harness.keeping.provenance import provenance
@@ -149,7 +149,7 @@ def _show(row: dict[str, Any]) -> None:
         )
     for name, value in rows.items():
         table.add_row(name, Text(value))  # a server's words are no markup
-    out().print(table)
+    show(table)
 
 
 def _times(row: dict[str, Any], name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .shared.common import Debug, command, err, note, out, prepare_threads
+from .shared.common import Debug, command, err, note, out, prepare_threads, show
 from .shared.execution import Workers
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def calibrate(
         print(json.dumps(_as_dict(target.cpu, file, calibrations, unable)))
         return
     for calibration in calibrations:
-        out().print(_table(calibration))
+        show(_table(calibration))
         out().print(f"{_decision(calibration)}\n")
     if calibrations:
         out().print(f"Kept in {file}", markup=False)

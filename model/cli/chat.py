@@ -23,7 +23,8 @@ from .shared.model_options import DRAFTS, Dtype, Eager, Model, Rules, Sampling
 from .shared.options import Choose
 from .shared.session import Session, check_stdin, read_stdin, summary
 
-LOADING = ("model", "rules", "dtype", "eager", *options_of(ExecutionConfig), *DRAFTS.only)
+OF_ENGINE = Choose(only=("max_model_len", *DRAFTS.only))
+LOADING = ("model", "rules", "dtype", "eager", *options_of(ExecutionConfig), *OF_ENGINE.only)
 """Options that say how a model is loaded."""
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -34,7 +35,7 @@ def chat(
     context: typer.Context,
     sampling: Annotated[Sampling, Choose(defaults={"max_new_tokens": 256})],
     execution: Chosen,
-    engine: Annotated[EngineConfig, DRAFTS],
+    engine: Annotated[EngineConfig, OF_ENGINE],
     model: Model = None,
     rules: Rules = None,
     dtype: Dtype = None,
@@ -65,7 +66,9 @@ def chat(
     session = Session(model, rules, dtype, eager, execution, engine, sampling)
 
     def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
-        text, stats = session.write(session.encode_chat(messages))
+        ids = session.encode_chat(messages)
+        session.check_room(len(ids))
+        text, stats = session.write(ids)
         return text, summary(stats, None)
 
     if not getattr(session.tokenizer, "chat_template", None):

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 
 from ..hub import local
 from ..startup.lean_import import import_transformers
-from .shared.common import Debug, command, err, out, prepare_threads
+from .shared.common import Debug, command, err, out, prepare_threads, show
 from .shared.execution import Workers
 from .shared.model_options import Rules
 from .shared.session import status
@@ -82,7 +82,7 @@ def convert(
     if as_json:
         print(json.dumps({"folder": str(target), "parts": [asdict(row) for row in rows]}))
         return
-    out().print(_table(rows))
+    show(_table(rows))
     total = size(sum(row.nbytes for row in rows))
     err().print(f"wrote {target}: {total}, each file with its checksums", markup=False)
 

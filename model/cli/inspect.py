@@ -12,7 +12,7 @@ from pykernels.errors import PykernelsError
 from runtime.planning.config import ExecutionConfig
 
 from ..startup.lean_import import import_transformers
-from .shared.common import Debug, command, out
+from .shared.common import Debug, command, out, show
 from .shared.model_options import Eager, Rules
 from .shared.options import Choose
 from .shared.session import status
@@ -80,7 +80,7 @@ def inspect(
         from ..inspection.examine import examine
 
         which = model or str(EMBEDDED)
-        if NAME.fullmatch(which):  # a shape has no slash in its name
+        if NAME.fullmatch(which) or Path(which).exists():  # a shape has no slash in its name
             which = str(local(which, weights=program))
         if program:
             from ..llm import placed_program
@@ -104,7 +104,7 @@ def _show(found: Inspection) -> None:
         console.width = _WIDE
     console.print(f"{found.name} ({found.model_type}), from {found.source}", markup=False)
     console.print()
-    console.print(table(found))
+    show(table(found))
     console.print()
     for line in summary(found):
         console.print(line, markup=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.common import EXIT_PROBLEM, Debug, command, out
+from .shared.common import EXIT_PROBLEM, Debug, command, out, show
 
 app = typer.Typer(no_args_is_help=True, help="See, check and remove what serve --kv-disk keeps.")
 
@@ -30,7 +30,7 @@ def ls(root: Directory, debug: Debug = False) -> None:
         used = f"{datetime.fromtimestamp(each.used / 1e9):%Y-%m-%d %H:%M}" if each.used else ""
         size = f"{each.nbytes / 2**20:.1f}"
         table.add_row(each.model, each.name[:8], f"{each.pages}", f"{each.states}", size, used)
-    out().print(table)
+    show(table)
 
 
 @command

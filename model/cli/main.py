@@ -31,10 +31,12 @@ from .shared.common import Debug, State, out
 from .shared.formats import ListsFormats
 from .usage import Commands
 
+ABOUT = "Run Mixture-of-Experts language models on a CPU, or on a CPU and GPUs together."
+
 app = typer.Typer(
     name="pykernels",
     cls=Commands,
-    help="Run Mixture-of-Experts language models on the CPU, every kernel in Python.",
+    help=ABOUT,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -82,7 +84,6 @@ def options(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run Mixture-of-Experts language models on the CPU, every kernel in Python."""
     State.debug = debug
 
 

@@ -12,6 +12,7 @@ import typer
 from pykernels.errors import PykernelsError
 from runtime.planning.config import CHOSEN, ExecutionConfig
 
+from ..extras import check_plot
 from ..planner.asked import Asked
 from ..startup.lean_import import import_transformers
 from .shared.common import Debug, command, out
@@ -81,6 +82,7 @@ def plan(
     """
     if plot is not None and sweep is None:
         raise PykernelsError("--plot is of a --sweep", "Add --sweep context, or leave it out")
+    check_plot(plot)
     with status("reading headers"):
         import_transformers()
         from runtime.devices.sim.routing import parse_routing

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from pykernels.errors import PykernelsError
 
-from .shared.common import EXIT_ERROR, EXIT_PROBLEM, refused
+from .shared.common import EXIT_ERROR, EXIT_PROBLEM, refused, unwritable
 
 _BASES: Any = typer.BadParameter.__mro__
 UsageError: type[Exception] = _BASES[1]
@@ -33,6 +33,9 @@ class Commands(TyperGroup):
             sys.exit(EXIT_ERROR)
         except typer.Abort:
             sys.exit(EXIT_PROBLEM)
+        except OSError as error:  # the help has no room where it goes; commands say so themselves
+            refused(unwritable(error))
+            sys.exit(EXIT_ERROR)
         sys.exit(ended if isinstance(ended, int) else 0)
 
 

@@ -36,5 +36,8 @@ def heatmap(profile: Profile, file: Path) -> None:
     figure.colorbar(image, label="tokens, in shares of an even one")
     try:
         figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        hint = "Free some space, or give a file elsewhere"
+        raise PykernelsError(f"{file} cannot be written: {error.strerror}", hint) from None
+    except ValueError as error:
         raise PykernelsError(f"{file} cannot be drawn: {error}", "Give a .png or .svg") from None

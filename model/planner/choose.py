@@ -151,11 +151,11 @@ def _too_large(found: Placed) -> PykernelsError:
     ]
     layers = case.subject.config.num_hidden_layers
     memory = sum(m.needed for m in found.memory.values())
-    hint = f"It would in {smaller[0]}" if smaller else "No format of ours makes it fit"
-    cache = max(m.cache for m in found.memory.values())
-    if cache > over:
-        hint += ", or with a shorter --context and a smaller --batch"
-    hint += f", or with {memory / GIB / 0.94:.0f} GiB of memory for its {layers} layers"
+    ways = [f"in {smaller[0]}"] if smaller else []
+    if max(m.cache for m in found.memory.values()) > over:
+        ways.append("with a shorter --context and a smaller --batch")
+    ways.append(f"with {memory / GIB / 0.94:.0f} GiB of memory for its {layers} layers")
+    hint = f"It would {', or '.join(ways)}{'' if smaller else '; no format of ours is enough'}"
     return PykernelsError(
         f"{case.subject.given} in {case.subject.fmt} does not fit {case.machine.name}: {told}", hint
     )

@@ -132,6 +132,7 @@ def draw(points: Sequence[Point], name: str, title: str, file: Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(file, dpi=110)
-    except (OSError, ValueError) as error:
-        raise PykernelsError(f"{file}: {error}", "Give another file, as sweep.png") from None
+    except OSError as error:
+        hint = "Free some space, or give a file elsewhere"
+        raise PykernelsError(f"{file} cannot be written: {error.strerror}", hint) from None
     plt.close(figure)

@@ -18,13 +18,14 @@ def health_routes(served: Served) -> APIRouter:
 
     @router.get(HEALTH)
     async def health() -> Response:
-        """200 while the engine lives, and 503 when it has failed."""
-        return _state(served.alive, "ok", "the engine has failed")
+        """200 while the model can serve anything, and 503 with the reason while it cannot."""
+        return _state(served.alive, "ok", served.model.trouble)
 
     @router.get(READY)
     async def ready() -> Response:
         """200 while requests are taken: not while the server drains."""
-        return _state(served.ready, "ready", "draining" if served.alive else "failed")
+        why = "draining" if served.draining else served.model.trouble
+        return _state(served.ready, "ready", why)
 
     @router.get("/metrics")
     async def metrics() -> Response:

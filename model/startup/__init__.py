@@ -1,1 +1,2 @@
-"""What a process does as it starts: its streams, and transformers without what it needs not."""
+"""What a process does as it starts: its streams, the path of its model, and transformers without
+what it needs not."""

@@ -258,13 +258,15 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES and not self.on_gpu:
-            raise SettingError("device", self.device, "Give cpu, ref or cuda:0", "is no device")
+            raise SettingError(
+                "device", self.device, "Give auto, cpu, ref or cuda:0", "is no device"
+            )
         check_one_of("experts", self.experts, EXPERTS)
         check_one_of("prefill", self.prefill, PREFILL)
         check_one_of("kv_attention", self.kv_attention, ("auto", "gpu", "cpu"))
         check_one_of("gpus", self.gpus, GPUS)
         if self.gpus != "auto" and self.on_gpu and "," not in self.device:
-            hint = "Name the others too, as in device='cuda:0,cuda:1'"
+            hint = 'Name the others too, as in device="cuda:0,cuda:1"'
             raise SettingError("gpus", self.gpus, hint, f"with {self.device} alone")
         check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":

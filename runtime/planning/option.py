@@ -74,8 +74,9 @@ class SettingError(PykernelsError):
 
     Args:
         name: of the setting; ``value``: that it has.
-        hint: what to do about it; other settings are written there as in Python, name="value".
-        why: the value is wrong, if it is not by itself.
+        hint: what to do about it; other settings are written there as in Python, name="value" or
+            kv_disk.
+        why: the value is wrong, if it is not by itself; likewise.
     """
 
     def __init__(self, name: str, value: object, hint: str, why: str = "") -> None:
@@ -90,8 +91,13 @@ class SettingError(PykernelsError):
         """
         if self.name not in texts:
             return self
-        hint = re.sub(r'(\w+)="([^"]*)"', lambda m: f"{flags.get(m[1], m[1])} {m[2]}", self.hint)
-        return PykernelsError(f"{flags[self.name]} {texts[self.name]} {self.why}", hint)
+
+        def as_typed(text: str) -> str:
+            text = re.sub(r'(\w+)="([^"]*)"', lambda m: f"{flags.get(m[1], m[1])} {m[2]}", text)
+            return re.sub(r"(?<!-)\b\w+_\w+\b", lambda m: flags.get(m[0], m[0]), text)
+
+        cause = f"{flags[self.name]} {texts[self.name]} {as_typed(self.why)}"
+        return PykernelsError(cause, as_typed(self.hint))
 
 
 def check_whole(name: str, value: object, least: int, most: int, wanted: str = "") -> None:

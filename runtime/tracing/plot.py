@@ -110,7 +110,10 @@ def draw(timeline: Timeline, file: Path) -> None:
     _legend(figure, [span for panel in panels for span in panel.spans])
     try:
         figure.savefig(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        hint = "Free some space, or give a file elsewhere"
+        raise PykernelsError(f"{file} cannot be written: {error.strerror}", hint) from None
+    except ValueError as error:
         raise PykernelsError(f"{file} cannot be drawn: {error}", "Give a .png or .svg") from None
 
 

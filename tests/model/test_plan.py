@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from model.planner.machines import shipped
 
 from . import tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 LONGER = ["--defer", "auto:50000"]
 H200 = ["--machine", "h200-16-cores", "--context", "64", "--prompt", "64", "--answer", "16"]
 
@@ -71,6 +74,28 @@ def test_a_context_that_fits_no_card_lies_in_main_memory() -> None:
 def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
     found = planned("qwen3-30b", "--layers", "2", "--format", "q4_k", "--machine", name)
     assert found["decode_tok_s"] > 0  # type: ignore[operator]
+
+
+NO_TRITON = """
+import sys
+sys.modules["triton"] = None
+from model.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "deepseek-v3", "--layers", "4", "--machine", "h200-x2-32-cores"),
+        ("inspect", "--program", "--device", "cuda:0"),
+    ],
+)
+def test_a_machine_without_triton_plans_for_gpus(words: tuple[str, ...]) -> None:
+    """As one with torch's build for the CPU, which brings none."""
+    command = [sys.executable, "-c", NO_TRITON, *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0 and "cuda:0" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(

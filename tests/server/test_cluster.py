@@ -282,3 +282,16 @@ def test_nodes_have_a_way(one: Any, other: Any, told: str | None) -> None:
     else:
         with pytest.raises(PykernelsError, match=told):
             check_ways(pair, said.append)
+
+
+def test_a_request_waits_for_a_decode_node(cluster: Cluster) -> None:
+    """None is left: what watches over the router is told so, and a client is not turned away."""
+    server = cluster.others["d"].server
+    assert server is not None
+    server.should_exit = True
+    health = f"{cluster.router}/health"
+    while (answer := httpx2.get(health)).status_code == 200:
+        time.sleep(0.05)
+    assert (answer.status_code, answer.json()) == (503, {"status": "no decode node is up"})
+    with pytest.raises(openai.APITimeoutError):
+        cluster.client().completions.create(model="embedded", prompt="#", timeout=0.5)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.shared.common import EXIT_PROBLEM, err, out
+from model.cli.shared.common import EXIT_PROBLEM, err, show
 from pykernels.errors import PykernelsError
 
 from .ending import KILLED, ending, ending_on_signals, not_measured, why_ended
@@ -160,7 +160,7 @@ def tell(results: Results, as_json: bool, plot: Path | None) -> None:
         print(json.dumps(results), flush=True)
         return
     for shown in table.tables(timed) if timed["rows"] else []:
-        out().print(shown)
+        show(shown)
     if not results["complete"]:
         names = ", ".join(name_of([], row) for row in results["missing"][:_NAMED])
         if (more := len(results["missing"]) - _NAMED) > 0:

@@ -14,6 +14,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 
+from ...startup.given import few
 from ..tensors.safetensors import DTYPES, Checkpoint, TensorInfo, TensorSlice
 from .container import Header, read_header
 from .fused import split_qkv
@@ -165,7 +166,7 @@ def _set_of(path: Path) -> list[Path]:
     if absent := [file.name for file in files if not file.is_file()]:
         raise PykernelsError(
             f"{len(absent)} of the {count} files of {path.with_name(stem)} are missing:"
-            f" {absent[0]}",
+            f" {few(absent)}",
             "Download the missing files",
         )
     return files

@@ -21,6 +21,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 
+from ...startup.given import few
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -165,7 +167,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} is missing", "Give the folder of a Hugging Face checkpoint"
         ) from None
     except OSError as error:
-        raise PykernelsError(f"{file} cannot be read: {error.strerror}", _AGAIN) from None
+        raise _unreadable(file, error) from None
     except (ValueError, RecursionError) as error:
         raise PykernelsError(f"{file} is not valid JSON: {error}", _AGAIN) from None
     if not isinstance(value, dict):
@@ -214,7 +216,7 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
             )
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise PykernelsError(
-            f"{len(absent)} of {len(shards)} shards of {folder} are missing: {absent[0]}",
+            f"{len(absent)} of {len(shards)} shards of {folder} are missing: {few(absent)}",
             "Download the missing files",
         )
     headers = {shard: header(folder / shard)[0] for shard in shards}

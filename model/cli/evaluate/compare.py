@@ -11,7 +11,7 @@ import typer
 from pykernels.errors import PykernelsError
 from runtime.planning.config import ExecutionConfig
 
-from ..shared.common import Debug, command, out
+from ..shared.common import Debug, command, show
 from ..shared.execution import opened_with
 from ..shared.model_options import Model
 from ..shared.options import Choose
@@ -66,7 +66,7 @@ def compare(
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        out().print(_table(result))
+        show(_table(result))
     if write is not None:
         wrote(compared.write(result, write, datetime.date.today().isoformat()))
 

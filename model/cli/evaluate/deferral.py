@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..shared.common import Debug, command, err, out
+from ..shared.common import Debug, command, err, out, show
 from ..shared.execution import WorkersKernel, opened_with
 from ..shared.model_options import Model
 from .compare import numbers_of
@@ -68,7 +68,7 @@ def deferral(
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        out().print(_table(result))
+        show(_table(result))
         for line in deferral_report.summary(result):
             out().print(line, markup=False)
     if write is not None:

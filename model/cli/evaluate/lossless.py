@@ -10,7 +10,7 @@ import typer
 
 from runtime.planning.config import ExecutionConfig
 
-from ..shared.common import EXIT_PROBLEM, Debug, command, err, out
+from ..shared.common import EXIT_PROBLEM, Debug, command, err, out, show
 from ..shared.execution import opened_with
 from ..shared.model_options import Model, Rules
 from ..shared.options import Choose
@@ -63,7 +63,7 @@ def lossless(
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        out().print(_table(result))
+        show(_table(result))
         for line in lossless_report.summary(result):
             out().print(line, markup=False)
     if write is not None:

@@ -15,7 +15,7 @@ import typer
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.option import option
 
-from ..shared.common import Debug, command, err, note, out
+from ..shared.common import Debug, command, err, note, show
 from ..shared.execution import opened_with
 from ..shared.model_options import Model
 from ..shared.options import Choose
@@ -100,7 +100,7 @@ def tasks(
     if as_json:
         print(json.dumps(scores.as_dict(), indent=2))
     else:
-        out().print(_table(scores))
+        show(_table(scores))
 
 
 def go_offline() -> None:

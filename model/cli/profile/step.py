@@ -15,7 +15,7 @@ from runtime.planning.option import option
 
 from ...extras import check_plot, is_installed
 from ...startup.lean_import import import_transformers
-from ..shared.common import Debug, command, err, note, out
+from ..shared.common import Debug, command, err, note, out, show
 from ..shared.execution import settled
 from ..shared.model_options import MODEL_HELP, MODEL_METAVAR, Rules, model_path
 from ..shared.options import Choose
@@ -187,7 +187,7 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
             rows.setdefault(name, []).append(text)
     for name, texts in rows.items():
         table.add_row(name, *texts)
-    console.print(table)
+    show(table)
     for each in kinds:
         _show_ops(each)
         if each.kind == "decode":
@@ -215,4 +215,4 @@ def _show_ops(used: Usage) -> None:
             f"{op.spans:.0f}",
         )
     out().print()
-    out().print(table)
+    show(table)

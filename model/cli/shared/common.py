@@ -19,6 +19,8 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from pykernels.env import check_temporary_folder, env
 from pykernels.errors import PykernelsError
@@ -37,6 +39,10 @@ EXIT_INTERRUPTED = 130
 
 OURS = r"(pykernels|runtime|model|bench)(\.|$)"
 """Modules whose warnings are shown, as notes; those of other libraries only with --debug."""
+
+
+_WIDEST = 10_000
+"""Columns of text that a table may take."""
 
 
 class State:
@@ -63,6 +69,23 @@ def out() -> Console:
 def err() -> Console:
     """Console on stderr."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def show(table: Table | str) -> None:
+    """A table on stdout, wide enough for its words and numbers: none is cut off. Where stdout is no
+    terminal its lines are whole. A text is printed as it is."""
+    console = out()
+    if isinstance(table, str):
+        console.print(table)
+        return
+    wide = console.options.update(max_width=_WIDEST)
+    for column in table.columns:
+        cells = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
+        column.min_width = max(each.maximum if column.no_wrap else each.minimum for each in cells)
+    size = Measurement.get(console, wide, table)
+    folds = console.is_terminal or "COLUMNS" in os.environ
+    console.width = max(console.width, size.minimum if folds else size.maximum)
+    console.print(table)
 
 
 def note(text: str) -> None:
@@ -112,10 +135,14 @@ def _run(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise PykernelsError(
-            f"the output cannot be written: {error.strerror}",
-            "Free some space, or send it elsewhere",
-        ) from error
+        raise unwritable(error) from error
+
+
+def unwritable(error: OSError) -> PykernelsError:
+    """What to do where stdout takes no more."""
+    return PykernelsError(
+        f"the output cannot be written: {error.strerror}", "Free some space, or send it elsewhere"
+    )
 
 
 def refused(error: PykernelsError) -> typer.Exit:

@@ -112,6 +112,21 @@ class Session:
 
         return encode_chat(self.llm or self.model, self.tokenizer, messages)
 
+    def check_room(self, tokens: int) -> None:
+        """Raises PykernelsError where a conversation of so many tokens has no room for an answer;
+        what gives it more."""
+        if self.llm is None:
+            return  # Hugging Face's own forward has the model's context, and says so
+        new, most = int(self.sampling["max_new_tokens"]), self.llm.longest
+        if tokens + new > most:
+            positions = getattr(self.llm.config, "max_position_embeddings", most)
+            more = f", --max-model-len {positions} gives it more room" if most < positions else ""
+            raise PykernelsError(
+                f"The conversation's {tokens} tokens and {new} of an answer do not fit the context"
+                f" of {most}",
+                f"/reset begins a new one{more}",
+            )
+
     def write(self, prompt: str | list[int], echo: bool = False) -> tuple[str, GenerationStats]:
         """Stream the continuation of `prompt` to stdout; returns it with its figures.
 
@@ -163,7 +178,12 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
             "Leave it out, or --device and rules that name a GPU",
         )
     execution.check_eager()
-    for name, open_ in (("draft", (AUTO, "off")), ("draft_tokens", (EngineConfig.draft_tokens,))):
+    as_they_are = {
+        "draft": (AUTO, "off"),
+        "draft_tokens": (EngineConfig.draft_tokens,),
+        "max_model_len": (None,),
+    }
+    for name, open_ in as_they_are.items():
         if (value := getattr(engine, name)) not in open_:
             raise SettingError(name, value, "Leave out --eager and its kin", "is for the engine")
 

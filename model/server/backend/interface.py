@@ -127,6 +127,10 @@ class ServedModel(Protocol):
 
     facts: ModelFacts
     tokenizer: PreTrainedTokenizerBase | None
+    trouble: str
+    """Why it is not ``healthy``, if it is not."""
+    recovers: bool
+    """Whether it may be healthy again: requests are taken meanwhile, and wait."""
 
     def attach(self) -> None:
         """Called once, in the event loop that asks it from then on."""

@@ -24,6 +24,8 @@ _CACHE_COUNTS = "choices", "hits", "swaps"
 class LocalModel:
     """See ``ServedModel``. The caller closes ``llm``."""
 
+    trouble, recovers = "the engine has failed", False
+
     def __init__(self, llm: LLM) -> None:
         self.llm, self.tokenizer, self.facts = llm, llm.tokenizer, facts_of(llm)
 

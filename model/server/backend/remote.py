@@ -32,6 +32,8 @@ class RemoteModel:
         lost: called when the other process has ended.
     """
 
+    trouble, recovers = "the engine has failed", False
+
     def __init__(
         self,
         channel: Channel,

@@ -56,6 +56,8 @@ class ClusterModel:
         max_ttft: seconds; a request is refused whose prompt would be read later than that.
     """
 
+    trouble, recovers = "no decode node is up", True
+
     def __init__(
         self,
         nodes: Sequence[Node],

@@ -68,13 +68,18 @@ class Served:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can still serve anything."""
+        """Whether the model can serve anything now."""
         return self.model.healthy
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are served at once, as far as there is room."""
         return self.alive and not self.draining
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing will be served any more."""
+        return not self.alive and not self.model.recovers
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -95,8 +100,8 @@ class Served:
 
     def ending(self) -> ApiError:
         """What requests get from now on."""
-        why = "is about to end" if self.alive else "has failed"
-        return ApiError(503, f"The server {why}.", retry_after=5 if self.alive else None)
+        why = "has failed" if self.failed else "is about to end"
+        return ApiError(503, f"The server {why}.", retry_after=None if self.failed else 5)
 
     async def drain(self, seconds: float, at_once: Callable[[], bool]) -> None:
         """Takes no more requests, and gives those that run so long; then they end with an error.
@@ -117,7 +122,7 @@ class Served:
         Raises:
             ApiError: too many outputs, no place, or a server that drains or has failed.
         """
-        if not self.ready:
+        if self.failed or self.draining:
             raise self.ending()
         most = self.settings.max_outputs
         if outputs > most:

@@ -23,10 +23,10 @@ import triton.language as tl
 from ...errors import PykernelsError
 from ..common.bf16 import to_bf16
 from ..common.launch import FLOATS, check_device
+from ..limits import SUM_BLOCK as BLOCK
+from ..limits import SUM_MEMBERS as MAX_MEMBERS
+from ..limits import SUM_PROGRAMS as MAX_PROGRAMS
 
-MAX_MEMBERS = 4
-BLOCK, MAX_PROGRAMS = 2048, 64
-"""Numbers of a program, and programs of a launch: all of them run at once on any GPU."""
 SPINS = 1 << 27
 """Looks at a flag before a GPU gives up: over a minute, as another one may compile kernels."""
 _EVERY = tl.constexpr(512)  # of these looks one goes to main memory, at `stop`

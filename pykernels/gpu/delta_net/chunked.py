@@ -17,8 +17,6 @@ import triton.language as tl
 
 from .blocks import block_of
 
-CHUNK = 64
-
 
 @triton.jit
 def _product(a, b, HALF: tl.constexpr, WIDE: tl.constexpr):

@@ -11,9 +11,10 @@ from ...errors import PykernelsError
 from ...shapes import StateBatch
 from ..common.launch import check_device, interpreted, why_not
 from ..common.strides import check_out
+from ..limits import DELTA_CHUNK as CHUNK
 from .blocks import most_blocks, sequences_of
 from .checks import check_floats, check_states
-from .chunked import CHUNK, scan_chunks, within_chunks
+from .chunked import scan_chunks, within_chunks
 from .recurrent import recurrent
 
 MAX_HEAD = 128

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...errors import PykernelsError
 from ...shapes import SWIGLU, ExpertSpec, SortedPairs
 from ..common.launch import arch
+from ..limits import UNPACK_SCRATCH as SCRATCH
 from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, SkinnyExpertsPlan
 from ..plans.grouped import fit_stages
 from ..plans.registers import fine_scales
@@ -26,7 +27,7 @@ from .hopper.linear_fp8 import multiply_rows
 from .skinny.experts import multiply_skinny_experts
 from .tiles import activation_of, block_bound
 from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8
-from .unpack import SCRATCH, runs, unpack
+from .unpack import runs, unpack
 from .weights import Matrices, scale_every, scale_words
 
 MOST_FINE_TOKENS = 8

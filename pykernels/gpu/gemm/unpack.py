@@ -19,8 +19,6 @@ from ..quantize import NATIVE_FP8
 from .triton_kernels import row_pointers
 from .weights import Matrices, scale_every, scale_words
 
-SCRATCH = 256 << 20
-"""Most bytes of unpacked weights at a time, or one expert's."""
 _ROWS, _INPUTS = 32, 512
 
 

@@ -23,10 +23,10 @@ from ...quant.integer import Integer
 from ...quant.layout import K_BLOCK, N_BLOCK
 from ...quant.zero_point import ZeroPoint
 from ..common.launch import check_device
-from ..gemm.weights import Matrices, kind_of, supports_format
+from ..gemm.weights import Matrices, kind_of
 from .experts import GpuExperts
 from .tiles.kernel import CHUNK, unpack_tiles_kernel
-from .tiles.staging import ExpertTiles, copy_expert, copy_experts, section_bytes
+from .tiles.staging import ExpertTiles, copy_expert, copy_experts, section_bytes, supports
 
 __all__ = [
     "ExpertTiles",
@@ -36,20 +36,6 @@ __all__ = [
     "supports",
     "unpack_tiles",
 ]
-
-
-def supports(fmt: Format, down_fmt: Format, H: int, I: int, out: Format) -> str | None:  # noqa: E741
-    """None if experts packed in these formats can become matrices of the format ``out``, or the
-    reason why not. Every format can become bfloat16; one that the GPU multiplies stays itself."""
-    for K in (H, I):
-        if reason := supports_format(out, K):
-            return reason
-    names = {fmt.name, down_fmt.name}
-    if out.name == "bf16" or names == {out.name}:
-        return None
-    return (
-        f"{' and '.join(sorted(names))} cannot become {out.name} (only bf16, or one that all have)"
-    )
 
 
 def unpack_tiles(

@@ -9,12 +9,12 @@ import triton.language as tl
 from ...errors import PykernelsError
 from ..common.launch import check_device
 from ..common.strides import check_out
+from ..limits import RANKED_EXPERTS as MAX_EXPERTS
 
 _BLOCK = 1024
 """Choices that are counted at once."""
 _OTHERS = 32
 """Experts that each one is compared with at once."""
-MAX_EXPERTS = 1023
 
 
 @triton.jit(do_not_specialize=["n", "count"])

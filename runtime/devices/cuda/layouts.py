@@ -1,13 +1,16 @@
-"""What lies on a GPU takes how many bytes: for plans, which ask no GPU."""
+"""What lies on a GPU takes how many bytes: for plans, which ask no GPU and need no Triton."""
 
 from __future__ import annotations
 
-from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
-from pykernels.gpu.delta_net.chunked import CHUNK
-from pykernels.gpu.gemm.unpack import SCRATCH
-from pykernels.gpu.moe.from_tiles import supports
-from pykernels.gpu.moe.rank_experts import MAX_EXPERTS
-from pykernels.gpu.moe.tiles.gather import gatherable
+from pykernels.gpu.limits import (
+    DELTA_CHUNK,
+    RANKED_EXPERTS,
+    SUM_BLOCK,
+    SUM_MEMBERS,
+    SUM_PROGRAMS,
+    UNPACK_SCRATCH,
+)
+from pykernels.gpu.moe.tiles.staging import gatherable, supports
 from pykernels.quant import get_format
 
 from ...planning.gpu.machine import Machine
@@ -17,8 +20,7 @@ from ...program.node import Node
 from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
-from .binders.latents import EXPANDED_BYTES
-from .memory.buffers import dtypes, planned
+from .memory.buffers import EXPANDED_BYTES, dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
 from .step.channels import received_bytes
@@ -52,7 +54,7 @@ class CudaLayouts:
 
     def gathers(self, spec: WeightSpec) -> bool:
         formats = get_format(spec.fmt), get_format(spec.down_fmt)
-        few = spec.shape[0] <= MAX_EXPERTS
+        few = spec.shape[0] <= RANKED_EXPERTS
         return few and spec.moe is not None and gatherable(spec.moe, *formats)
 
 
@@ -69,7 +71,7 @@ def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> 
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
-        MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
+        SUM_PROGRAMS * SUM_BLOCK if len(gpus) <= SUM_MEMBERS and Peers.of(gpus).atomics else 0,
         {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 
@@ -80,10 +82,10 @@ def _temporary(program: Program, node: Node) -> int:
         _, H, inner = program.weight(node, "experts").shape
         rows = program.shape(node.inputs["x"])[0]  # where ranks share tokens, those of all
         each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
-        return 2 * rows * each * (3 * H + 2 * inner) + SCRATCH
+        return 2 * rows * each * (3 * H + 2 * inner) + UNPACK_SCRATCH
     if node.op == "gated_delta_rule":  # within chunks: inverses and scores
         HV = program.shape(node.outputs["delta"])[1]
-        return 0 if node.attr("longest") == 1 else 2 * 2 * T * HV * CHUNK
+        return 0 if node.attr("longest") == 1 else 2 * 2 * T * HV * DELTA_CHUNK
     if node.op == "attention_expanded":
         return EXPANDED_BYTES
     if node.op == "attention" and "k_scale" in node.inputs and "chunk_table" in node.inputs:

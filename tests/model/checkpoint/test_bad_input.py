@@ -262,6 +262,31 @@ def test_options(own: Own, no_reads: None, options: dict[str, Any], message: str
     refused(message, own(), **options)
 
 
+PATHS: dict[str, tuple[str, dict[str, bytes], str]] = {
+    "an empty folder": ("", {}, "is no checkpoint: there is no config.json and no GGUF file in it"),
+    "its config": ("config.json", {"config.json": b"{}"}, "one file of a checkpoint. Give its fo"),
+    "its weights": (
+        "a.safetensors",
+        {"config.json": b"", "a.safetensors": b""},
+        "one file of a ch",
+    ),
+    "no config": ("", {"model.safetensors": b""}, "config.json is missing. Download it too"),
+    "Git LFS": (
+        "",
+        {"config.json": b"{}", "tokenizer.json": b"version https://git-lfs.github.com/spec/v1\n"},
+        "tokenizer.json is a pointer of Git LFS",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_path_that_is_no_model(case: str, tmp_path: Path) -> None:
+    name, files, message = PATHS[case]
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    refused(message, tmp_path / name)
+
+
 def test_no_folder(tmp_path: Path) -> None:
     refused("There is no folder .*absent. Give the folder", tmp_path / "absent")
     with pytest.raises(PykernelsError, match="There is no folder"):

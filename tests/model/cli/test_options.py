@@ -18,11 +18,12 @@ class Oven:
     mode: bool | str = option(
         False, "Grill.", "on|off", text="off", read={"on": True, "off": False}.__getitem__
     )
+    grill_minutes: int = option(0, "How long.", "N", kind=int)
     colour: str = "white"
 
     def __post_init__(self) -> None:
         if self.mode and self.fan:
-            raise SettingError("mode", self.mode, 'Give fan="no"', "with a fan")
+            raise SettingError("mode", self.mode, 'Give fan="no", or grill_minutes', "with a fan")
 
 
 def ran(choose: Choose, *words: str) -> tuple[int, str, str]:
@@ -58,5 +59,5 @@ def test_what_is_wrong_is_said_of_the_option() -> None:
     assert ran(Choose(), "--degrees", "20")[0] == 2
     assert ran(Choose(), "--mode", "warm")[2] == "error: --mode warm. Give on, off.\n"
     named = Choose(names={"mode": "grill"})
-    told = "error: --grill on with a fan. Give --fan no.\n"
+    told = "error: --grill on with a fan. Give --fan no, or --grill-minutes.\n"
     assert ran(named, "--grill", "on", "--fan")[2] == told

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from ....errors import PykernelsError
-from ....quant import Format, PackedExperts
-from ....shapes import MoEShape
+from ....quant import PackedExperts
 from ...common.launch import check_device, interpreted
-from .staging import ExpertTiles, section_bytes, storage_of_its_own
+from .staging import ExpertTiles, storage_of_its_own
 
 _BLOCK = 4096
 """Words of four bytes that a program copies."""
@@ -62,11 +61,6 @@ def gather_rows(
             order, source, out, words, first, BLOCK=_BLOCK, num_warps=8
         )
     return out
-
-
-def gatherable(shape: MoEShape, fmt: Format, down_fmt: Format) -> bool:
-    """Whether ``gather_experts`` takes experts of these formats: their sections are whole words."""
-    return not any(size % 4 for size in section_bytes(shape, fmt, down_fmt))
 
 
 def gather_experts(

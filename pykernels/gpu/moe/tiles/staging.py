@@ -11,6 +11,7 @@ from ....errors import PykernelsError
 from ....quant import Format, PackedExperts
 from ....quant.layout import N_BLOCK, ceil_to
 from ....shapes import MoEShape
+from ...gemm.weights import supports_format
 
 _ALIGN = 256
 """Sections of a staging buffer begin at multiples of so many bytes."""
@@ -162,3 +163,22 @@ def storage_of_its_own(run: torch.Tensor) -> torch.Tensor:
     that of its mapping."""
     memory = (ctypes.c_uint8 * run.nbytes).from_address(run.data_ptr())
     return torch.frombuffer(memory, dtype=torch.uint8).view(run.shape)
+
+
+def supports(fmt: Format, down_fmt: Format, H: int, I: int, out: Format) -> str | None:  # noqa: E741
+    """None if experts packed in these formats can become matrices of the format ``out``, or the
+    reason why not. Every format can become bfloat16; one that the GPU multiplies stays itself."""
+    for K in (H, I):
+        if reason := supports_format(out, K):
+            return reason
+    names = {fmt.name, down_fmt.name}
+    if out.name == "bf16" or names == {out.name}:
+        return None
+    return (
+        f"{' and '.join(sorted(names))} cannot become {out.name} (only bf16, or one that all have)"
+    )
+
+
+def gatherable(shape: MoEShape, fmt: Format, down_fmt: Format) -> bool:
+    """Whether ``gather_experts`` takes experts of these formats: their sections are whole words."""
+    return not any(size % 4 for size in section_bytes(shape, fmt, down_fmt))

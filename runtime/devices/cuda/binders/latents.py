@@ -18,11 +18,8 @@ from pykernels.shapes import Ragged
 
 from ....kv_cache.layout import cache_inputs
 from ....program.node import Node
-from ..memory.buffers import GpuBuffers
+from ..memory.buffers import EXPANDED_BYTES, GpuBuffers
 from .dense import Launch, void
-
-EXPANDED_BYTES = 512 << 20
-"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 
 
 def attention(m: GpuBuffers, node: Node) -> Launch:

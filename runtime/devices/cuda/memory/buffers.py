@@ -27,6 +27,8 @@ from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
 NONE: Caches = MappingProxyType({})
+EXPANDED_BYTES = 512 << 20
+"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 _ROUNDING = ("linear", "sigmoid_mul")
 """Ops that read what came from the CPU, as what it attended to, in bfloat16."""
 

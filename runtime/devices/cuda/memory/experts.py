@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 
 from pykernels.gpu.moe.experts import GpuExperts
-from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
+from pykernels.gpu.moe.tiles.staging import ExpertTiles, copy_expert
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
@@ -142,6 +142,8 @@ class ExpertSlotFiller:
                 self._unpack(layer, layer.tiles, own[first : first + count])
 
     def _unpack(self, layer: ExpertSlotLayer, tiles: PackedExperts, moves: Sequence[Move]) -> None:
+        from pykernels.gpu.moe.from_tiles import unpack_tiles  # plans need no Triton
+
         shape, fmt, down_fmt = tiles.shape, tiles.fmt, tiles.down_fmt
         staging = ExpertTiles.within(self._staging, shape, fmt, down_fmt, len(moves))
         for i, move in enumerate(moves):

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-
-from pykernels.gpu.collectives.one_shot import OneShotMemory
 
 from ....planning.placement import CPU
 from ....program import Program
@@ -24,6 +23,9 @@ from ..memory.blocks import Shape, block_bytes, view, views
 from ..memory.buffers import dtypes
 from .gpu_link import GpuLink, Members, OneShots
 from .peers import Peers
+
+if TYPE_CHECKING:
+    from pykernels.gpu.collectives.one_shot import OneShotMemory
 
 
 @dataclass
@@ -63,6 +65,8 @@ class ChannelBuffers:
 
     def one_shots(self, groups: Iterable[Members]) -> OneShots:
         """What these groups of GPUs need for sums without channels."""
+        from pykernels.gpu.collectives.one_shot import OneShotMemory  # plans need no Triton
+
         for members in groups:
             if members not in self.sums:
                 self.sums[members] = [OneShotMemory.on(self.gpus[name]) for name in members]

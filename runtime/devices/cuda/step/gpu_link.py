@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-
-from pykernels.gpu.collectives.one_shot import OneShotMemory
 
 from ....program import Program
 from ....program.node import Node
 from ....runner.batch import DeviceLost
 from ...link import Link
+
+if TYPE_CHECKING:
+    from pykernels.gpu.collectives.one_shot import OneShotMemory
 
 Members = tuple[str, ...]
 """Devices that make sums together, in the order of the sum."""

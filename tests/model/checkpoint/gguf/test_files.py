@@ -75,7 +75,7 @@ def test_what_is_no_gguf_folder(single: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None and find_gguf(tmp_path / "config.json") is None
     (tmp_path / "none.gguf").mkdir()
-    with pytest.raises(PykernelsError, match="config.json is missing"):
+    with pytest.raises(PykernelsError, match="there is no config.json and no GGUF file in it"):
         model.load_engine(tmp_path / "none.gguf")
 
 
