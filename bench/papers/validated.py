@@ -33,11 +33,11 @@ def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence
         "",
         "Rows in brackets do not count: a constant was taken from them (*calibrated on*); a newer"
         " row has the same options on the same hardware, when the program was faster (*older*);"
-        f" their 90th percentile is over {UNSTEADY} times the 10th, or the slowest of their two or three"
-        f" rounds, or of the runs of that day that timed the same, took over {APART} times as long"
-        " as the fastest (*unsteady*); nobody counted which experts batches of their model read"
-        f" (*routing not counted*); they are prompts of {UNTIMED[1]} tokens or more in FP8 on a"
-        " GPU, whose kernels are in no table of ours (E4M3 beside bf16 activations, of many rows)"
+        f" their 90th percentile is over {UNSTEADY} times the 10th, or the slowest of their two or"
+        f" three rounds, or of the runs of that day that timed the same, took over {APART} times as"
+        " long as the fastest (*unsteady*); nobody counted which experts batches of their model"
+        f" read (*routing not counted*); they are prompts of {UNTIMED[1]} tokens or more in FP8 on"
+        " a GPU, whose kernels are in no table of ours (E4M3 beside bf16 activations, of many rows)"
         " and count as bf16's (*kernels never timed*).",
         "",
         "A prompt is read in as many steps as the run took. Steps that expand latents (DeepSeek's)"

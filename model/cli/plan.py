@@ -21,6 +21,7 @@ from .shared.session import status
 _OPTIONS = Choose(
     only=(
         "device",
+        "gpus",
         "experts",
         "expert_cache",
         "prefill",
