@@ -286,7 +286,7 @@ def dslp(folder: Path, gpus: int) -> Compiled:
     return compile(meta_decoder(folder), plan, Phase.STREAMED, 64)
 
 
-def test_the_fullest_part_of_uneven_experts_has_more_than_its_share() -> None:
+def test_the_fullest_part_of_uneven_experts_has_more() -> None:
     assert Routing().fullest(128, 8, 2) == pytest.approx(0.5)
     rng, each = np.random.default_rng(0), np.array(Routing(1.5).taken(128, 8))
     halves = [each[rng.permutation(128)[:64]].sum() / 8 for _ in range(4000)]
