@@ -2,9 +2,9 @@
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
 `bench.load.cli`; `prefill`, prompts with experts in main memory, in `bench.prefill.cli`;
-`contexts`, decode at growing contexts, in `bench.contexts.cli`; `cache`, a GPU's cache of experts,
-in `bench.cache.cli`; `restart`, a conversation that outlives the process,
-in `bench.restart.cli`; `serve`, a server under load, in
+`contexts`, decode at growing contexts, in `bench.contexts.cli`; `drafts`, steps that check drafts,
+in `bench.drafts.cli`; `cache`, a GPU's cache of experts, in `bench.cache.cli`; `restart`, a
+conversation that outlives the process, in `bench.restart.cli`; `serve`, a server under load, in
 `bench.serving.cli`; `dslp`, `disagg` and `tensor`, several GPUs, in `bench.several_gpus`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
@@ -30,6 +30,7 @@ from runtime.planning.config import ExecutionConfig
 from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
 from .contexts.cli import contexts
+from .drafts.cli import drafts
 from .e2e.cli import e2e
 from .e2e.command import OneOrSeveral
 from .harness.keeping.provenance import provenance
@@ -53,6 +54,7 @@ app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
 app.command(cls=ListsFormats)(contexts)
+app.command(cls=ListsFormats)(drafts)
 app.command(cls=ListsFormats)(restart)
 app.command(cls=ListsFormats)(dslp)
 app.command(cls=ListsFormats)(disagg)

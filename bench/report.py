@@ -1,8 +1,8 @@
 """python -m bench.report FILE.json: the table, page and plots of results again, partial ones too.
 
-Results of `pykernels bench prefill|contexts|cache|mixed|load|dslp|disagg|tensor` (--save or --json)
-are printed as tables, drawn with --plot, and written as a page with --page. Of those of bench.cpu,
-gpu, e2e and ablation the page and the plots are written beside the file.
+Results of `pykernels bench prefill|contexts|drafts|cache|mixed|load|dslp|disagg|tensor` (--save or
+--json) are printed as tables, drawn with --plot, and written as a page with --page. Of those of
+bench.cpu, gpu, e2e and ablation the page and the plots are written beside the file.
 """
 
 from __future__ import annotations

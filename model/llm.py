@@ -49,9 +49,10 @@ class LLM:
         engine: for token ids, handles and asyncio; ``runner``: the model on its device.
         settings: sampling settings of the generation config.
         chosen: why it runs as it does, where a prediction has chosen that; "": nothing was open.
+        drafts: likewise why its outputs have drafts, or none.
     """
 
-    chosen = ""
+    chosen = drafts = ""
     speed: Speed | None = None
     """What ``check_speed`` has found."""
 
@@ -98,6 +99,8 @@ class LLM:
             yield f"{self.runner.plan.placement.device}: {self.chosen}"
         elif self.forecast is not None:
             yield f"{self.runner.plan.placement.device}: {self.forecast.line}"
+        if self.drafts:
+            yield self.drafts
 
     @cached_property
     def forecast(self) -> Forecast | None:

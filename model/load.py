@@ -22,7 +22,8 @@ from runtime.devices.cpu import precompile
 from runtime.devices.sim.machine import Machine
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import CONTEXT, STEP_TOKENS
-from runtime.engine.scheduling.drafts import check_taken_back
+from runtime.engine.scheduling.draft_limits import AUTO, DRAFTERS
+from runtime.engine.scheduling.drafts import check_taken_back, why_none
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
@@ -41,9 +42,10 @@ from runtime.planning.placement import CPU, Placement
 from runtime.planning.residency import Filled
 from runtime.profiling.this_machine import this_machine
 from runtime.program.sizes import StepSizes
+from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
-from runtime.workers.pool import make_pool
+from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
 
 from .architectures.decoder import check_heads
@@ -87,7 +89,8 @@ def load_engine(
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
         execution: on which devices, and how; None: on those that are predicted to be fastest
-            (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling.
+            (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling; None:
+            the defaults, and drafts where they are predicted to pay (``sim.drafts``).
         settings: fields of ``ExecutionConfig`` (device, experts, defer, threads, kernel, kv_dtype
             ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
 
@@ -96,7 +99,7 @@ def load_engine(
             device, more experts than fit there, or what ``from_pretrained`` raises.
     """
     execution = execution or ExecutionConfig(device=CHOSEN)
-    execution, engine = _given(execution, engine or EngineConfig(), settings)
+    execution, engine = _given(execution, engine or EngineConfig(draft=AUTO), settings)
     folder = local(path)
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
@@ -119,14 +122,15 @@ def load_engine(
                 said = described(engine, decoder, plan.sizes)
                 plan = replace(plan, decisions=(*said, *plan.decisions))
                 runner = make_runner(plan, execution.device, decoder, pool)
-                if engine.draft != "off":
+                if engine.draft in DRAFTERS:
                     check_taken_back(runner)
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
                 behind = _behind(engine, disk_bytes, folder, config, weights)
+                engine, drafts = with_drafts(engine, runner, pool)
                 llm = LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, behind)
-                llm.chosen = why
+                llm.chosen, llm.drafts = why, drafts
                 return llm
         except BaseException:
             pool.close()
@@ -223,6 +227,25 @@ def chosen_for(
     return found.execution, found.why
 
 
+def with_drafts(
+    engine: EngineConfig, runner: PagedRunner, pool: WorkerPool
+) -> tuple[EngineConfig, str]:
+    """The configuration with drafts where it leaves them open and they are predicted to pay, and
+    why in a line; "": nothing was left open, or nothing is predicted of what runs here."""
+    if engine.draft != AUTO:
+        return engine, ""
+    from .planner.forecast import forecast_of
+
+    off = replace(engine, draft="off")
+    if why := why_none(engine, runner):
+        return off, f"drafts: off: {why}"
+    forecast = forecast_of(runner.model, runner.plan, pool)
+    if forecast is None:
+        return off, ""
+    found = forecast.drafts(engine.draft_tokens)
+    return (replace(engine, draft_times=found.times) if found.pays else off), found.line
+
+
 def _given(
     execution: ExecutionConfig, engine: EngineConfig, settings: dict[str, Any]
 ) -> tuple[ExecutionConfig, EngineConfig]:
@@ -238,7 +261,7 @@ def _given(
     if engine.draft == "off" and engine.draft_tokens != EngineConfig.draft_tokens:
         hint = 'Add draft="ngram"'
         raise SettingError("draft_tokens", engine.draft_tokens, hint, "without drafts")
-    if engine.draft != "off" and execution.prefill == "stream":
+    if engine.draft in DRAFTERS and execution.prefill == "stream":
         raise PykernelsError(
             f"draft={engine.draft!r} and prefill='stream': drafts are checked as prompts are read,"
             " and each such step would bring all experts to the GPU",

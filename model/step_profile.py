@@ -114,6 +114,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
         max_num_seqs=load.batch,
         max_num_batched_tokens=budget,
         kv_tokens=pages * PAGE,
+        draft="off",
         overlap=False,  # each step is recorded on its own
     ) as llm:
         llm.engine.threaded = False  # it has had no request yet, so it has no thread

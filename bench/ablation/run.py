@@ -24,6 +24,8 @@ from runtime.planning.config import ExecutionConfig
 from .stages import stages
 
 EAGER = "transformers, bf16, on the CPU"
+SECONDS = 1800.0
+"""The time limit of its process."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class AblationRun:
                     turns[name].append(engine.turn([case]))
                 if eager is not None and EAGER not in whys:
                     try:
-                        turns[EAGER].append(eager.turn([case]))
+                        (played,) = eager.turn([case], SECONDS).values()
+                        turns[EAGER].append({case: played[case].tok_s})
                     except PeerMissing as error:
                         whys[EAGER] = str(error)
                 rates = {n: [turn[case] for turn in turns[n]] for n in names if n not in whys}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.harness.budget import bar
 from bench.harness.keeping.as_module import run
 from bench.harness.keeping.ending import ending_on_signals
 from bench.harness.session import add_run_options, measure_and_keep, run_command
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batches", metavar=_COUNTS, help="sequences at once (default: 1,8; --quick: 1)")
     add("--contexts", default="512", metavar=_COUNTS, help="before a decode (default: 512)")
     add("--rounds", type=int, metavar="N", help="turns of each (default: 3; --quick: 1)")
+    add("--minutes", type=float, metavar="M", help="begin no turn beyond that (default: no limit)")
     add("--peers", metavar="A,B", help="default: llama.cpp,transformers; with a GPU: llama.cpp")
     add("--no-peers", action="store_true", help="our engine alone")
     add("--keep", action="store_true", help="leave the GGUF files in PYKERNELS_CACHE_DIR")
@@ -73,6 +74,7 @@ def prepare(chosen: argparse.Namespace) -> E2ERun:
         peers=() if chosen.no_peers else tuple(peers),
         quick=quick,
         keep=chosen.keep,
+        minutes=chosen.minutes,
         folder=Path(env.cache_dir).expanduser() / "gguf",
         **shared,
     )
@@ -87,12 +89,7 @@ def measure(run: E2ERun, out: Path) -> None:
         f"{', '.join(s.archs)}, {s.layers} layers, in {', '.join(s.formats)}, {s.threads} threads:"
         f" {s.rounds} turn{'s' * (s.rounds > 1)} of ours{''.join(f', {p}' for p in s.peers)}"
     )
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=None)
-        run.step = lambda what, done, whole: progress.update(
-            bar, description=what, completed=done, total=whole
-        )
+    with bar(len(s.archs) * len(s.formats) * run.turns) as run.bar:
         measure_and_keep(run, out, lambda row: console.print(line(row)))
 
 

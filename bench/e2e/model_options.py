@@ -12,7 +12,7 @@ from model.hub import local
 from pykernels.errors import PykernelsError
 from runtime.planning.option import option
 
-ARCHS = "qwen3-30b|qwen3.6-35b|qwen3-next-80b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
+ARCHS = "qwen3-30b|qwen3.6-35b|qwen3-next-80b|gemma4-26b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
 HOW_EXPERTS = Choose(names={"experts": "expert_device"}, defaults={"defer": "off"})
 """``ExecutionConfig`` beside ``ModelOptions``, in which ``--experts`` is how many there are."""
 

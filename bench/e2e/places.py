@@ -26,8 +26,8 @@ def places(device: str) -> tuple[Place, ...]:
         return (Place(),)
     hybrid = {"device": device, "experts": "cpu"}
     return (
-        Place("CPU alone"),
         Place("experts on the CPU", hybrid),
         Place("experts on the CPU, deferral", hybrid | {"defer": "auto"}),
+        Place("CPU alone"),
         Place("GPU alone", {"device": device, "experts": "gpu"}),
     )

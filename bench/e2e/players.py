@@ -14,18 +14,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.peers import llama_bench
 from bench.peers.catalog import ROOT
 from bench.peers.client import PeerMissing
-from bench.peers.llama_bench import CPU_ONLY, DEFAULT, Batching, Offload
+from bench.peers.llama_bench import decode_many, decodes, prompts
 from bench.peers.llama_fit import fitted
+from bench.peers.llama_settings import Batching, Offload, batchings, thread_counts
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
 from .ours import Shape, spin
-
-SECONDS = 1800.0
-"""The time limit of transformers' process."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,30 @@ Rates = dict[Case, float]
 """Tokens a second."""
 
 
+@dataclass(frozen=True)
+class Played:
+    """A case as a peer has played it: its tokens a second, and with which options."""
+
+    tok_s: float
+    settings: str = ""
+
+
+Turn = dict[str, dict[Case, Played]]
+"""What a peer's turn yields, by the names of the peer's columns."""
+
+
 class Player(Protocol):
-    """One of those who are timed.
+    """A peer.
 
     Attributes:
-        settings: options with which it played a case, for those that have a choice.
+        names: of its columns, a way of its each.
     """
 
-    settings: dict[Case, str]
+    names: tuple[str, ...]
 
-    def turn(self, cases: Sequence[Case]) -> Rates:
-        """Each case that it plays once. Raises PeerMissing where it cannot."""
+    def turn(self, cases: Sequence[Case], seconds: float) -> Turn:
+        """Each case that it plays once, each of its processes in so many seconds. Raises
+        PeerMissing where it cannot."""
         ...
 
 
@@ -78,8 +88,10 @@ class Engines:
         for batch in dict.fromkeys(case.batch for case in cases):
             load = load_of([case for case in cases if case.batch == batch])
             self._timers[batch] = timer = make(load)
-            timer.prefill(min(load.prompt, 64))
-            timer.decode(batch, 8, 2)
+            # A GPU takes long prompts and contexts by other kernels, compiled when they first run.
+            on_cpu = isinstance(timer.runner, CpuRunner)
+            timer.prefill(min(load.prompt, 64) if on_cpu else load.prompt)
+            timer.decode(batch, min(load.context, 8) if on_cpu else load.context, 2)
 
     def turn(self, cases: Sequence[Case]) -> Rates:
         rates: Rates = {}
@@ -120,60 +132,79 @@ def load_of(cases: Sequence[Case]) -> Load:
     )
 
 
-class LlamaCpp:
-    """llama.cpp on a GGUF file of the same shapes and type.
+class LlamaDecodes:
+    """llama.cpp's decodes, of one sequence on as many threads as were fastest in the first turn."""
 
-    Args:
-        prompts: "" to play decodes, else prompts: "default" as its program takes them, "best" with
-            the fastest of ``llama_bench.batchings``, which are tried in the first turn.
-    """
+    def __init__(self, file: Path, threads: int, offload: Offload) -> None:
+        self.file, self.threads, self.offload = file, threads, offload
+        self.names: tuple[str, ...] = (offload.name,)
+        self._counts: dict[Case, list[int]] = {}
 
-    def __init__(
-        self, file: Path, threads: int, offload: Offload = CPU_ONLY, prompts: str = ""
-    ) -> None:
-        self.file, self.threads, self.offload, self.prompts = file, threads, offload, prompts
-        self.settings: dict[Case, str] = {}
-        self._batchings: dict[Case, Batching] = {}
-
-    def turn(self, cases: Sequence[Case]) -> Rates:
+    def turn(self, cases: Sequence[Case], seconds: float) -> Turn:
         self.offload = fitted(self.offload, self.file)
-        op = "prefill" if self.prompts else "decode"
-        return {case: self._rate(case) for case in cases if case.op == op}
+        mine = [case for case in cases if case.op == "decode"]
+        return {self.names[0]: {case: self._played(case, seconds) for case in mine}}
 
-    def _rate(self, case: Case) -> float:
+    def _played(self, case: Case, seconds: float) -> Played:
         file, threads, offload = self.file, self.threads, self.offload
-        words = [*offload.options, "-t", str(threads)]
-        if case.op == "decode":
-            self.settings[case] = " ".join(words)
+        if case.batch > 1:
             sizes = case.tokens, case.batch, case.context
-            return llama_bench.decode(file, *sizes, threads, offload=offload)
-        if case not in self._batchings:
-            best = self.prompts == "best"
-            self._batchings[case] = (
-                llama_bench.best_batching(file, case.tokens, threads, offload) if best else DEFAULT
-            )
-        batching = self._batchings[case]
-        self.settings[case] = " ".join([*words, *batching.options])
-        return llama_bench.prefill(file, case.tokens, threads, offload=offload, batching=batching)
+            rates = {threads: decode_many(file, *sizes, threads, offload, seconds)}
+        else:
+            counts = self._counts.get(case, thread_counts(threads))
+            rates = decodes(file, case.tokens, case.context, counts, offload, seconds)
+        best = max(rates, key=rates.__getitem__)
+        self._counts[case] = [best]
+        return Played(rates[best], " ".join([*offload.options, "-t", str(best)]))
 
 
-def llama_players(file: Path, threads: int, offload: Offload) -> dict[str, Player]:
-    """llama.cpp's players by name: its decodes, its prompts by default and at its best."""
-    return {
-        offload.name: LlamaCpp(file, threads, offload),
-        f"{offload.name} default": LlamaCpp(file, threads, offload, "default"),
-        f"{offload.name} best": LlamaCpp(file, threads, offload, "best"),
-    }
+class LlamaPrompts:
+    """llama.cpp's prompts, as its program takes them unless told otherwise (default) and at its
+    best: with the fastest of ``batchings`` in the first turn. The default, too, is timed again
+    unless weights had to be loaded another way for it."""
+
+    def __init__(self, file: Path, threads: int, offload: Offload) -> None:
+        self.file, self.threads, self.offload = file, threads, offload
+        self.names: tuple[str, ...] = (f"{offload.name} default", f"{offload.name} best")
+        self._again: dict[Case, list[Batching]] = {}
+
+    def turn(self, cases: Sequence[Case], seconds: float) -> Turn:
+        self.offload = fitted(self.offload, self.file)
+        found: Turn = {name: {} for name in self.names}
+        for case in cases:
+            if case.op == "prefill":
+                for name, played in zip(self.names, self._played(case, seconds), strict=True):
+                    if played is not None:
+                        found[name][case] = played
+        return found
+
+    def _played(self, case: Case, seconds: float) -> tuple[Played | None, Played]:
+        """By default, where that was timed, and at its best."""
+        wanted = self._again.get(case, batchings(case.tokens, self.offload))
+        file, threads, offload = self.file, self.threads, self.offload
+        rates = prompts(file, case.tokens, threads, wanted, offload, seconds=seconds)
+        words = " ".join([*offload.options, "-t", str(threads)])
+        by = {one: Played(rates[one], f"{words} {' '.join(one.options)}") for one in rates}
+        defaults = [one for one in rates if one.is_default]
+        if case not in self._again:
+            best = max(rates, key=rates.__getitem__)
+            self._again[case] = [best, *(one for one in defaults if one.lm == best.lm)]
+        return by[defaults[0]] if defaults else None, by[self._again[case][0]]
+
+
+def llama_players(file: Path, threads: int, offload: Offload) -> list[Player]:
+    """llama.cpp's players for a file."""
+    return [LlamaDecodes(file, threads, offload), LlamaPrompts(file, threads, offload)]
 
 
 class Transformers:
     """transformers' own eager model of the architecture, bfloat16."""
 
     def __init__(self, shape: Shape, threads: int) -> None:
+        self.names: tuple[str, ...] = ("transformers bf16",)
         self.shape, self.threads = shape, threads
-        self.settings: dict[Case, str] = {}
 
-    def turn(self, cases: Sequence[Case]) -> Rates:
+    def turn(self, cases: Sequence[Case], seconds: float) -> Turn:
         s = self.shape
         asked = json.dumps([astuple(case) for case in cases])
         numbers = [str(n or 0) for n in (s.layers, s.experts, s.vocab, self.threads)]
@@ -183,12 +214,13 @@ class Transformers:
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=SECONDS,
+                timeout=seconds,
                 errors="replace",
             )
         except subprocess.TimeoutExpired:
-            raise PeerMissing(f"it ran for over {SECONDS:.0f} s") from None
+            raise PeerMissing(f"it ran for over {seconds:.0f} s") from None
         if done.returncode:
             last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
             raise PeerMissing("".join(last)[:200] or f"it ended with {done.returncode}")
-        return dict(zip(cases, json.loads(done.stdout), strict=True))
+        rates = map(Played, json.loads(done.stdout))
+        return {self.names[0]: dict(zip(cases, rates, strict=True))}

@@ -26,6 +26,7 @@ class Settings:
         rounds: turns of each engine.
         device: "cpu", or "cuda:N" for ours in all ``places`` and a llama.cpp that uses it too.
         keep: leave the GGUF files in ``folder``.
+        minutes: no turn is begun beyond them; None: no limit.
     """
 
     archs: tuple[str, ...]
@@ -45,6 +46,7 @@ class Settings:
     keep: bool
     folder: Path
     device: str = "cpu"
+    minutes: float | None = None
 
     def check(self) -> Settings:
         """Itself. Raises PykernelsError for what there is not."""
@@ -62,6 +64,8 @@ class Settings:
         numbers = (self.layers, self.prompt, self.tokens, self.rounds, *self.batches)
         if min((*numbers, *self.contexts)) < 1:
             raise PykernelsError("a number below 1", "Give counts from 1 on")
+        if self.minutes is not None and not self.minutes > 0:
+            raise PykernelsError(f"--minutes {self.minutes:g}", "Give a number above 0")
         return self
 
     @property

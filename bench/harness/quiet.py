@@ -8,7 +8,8 @@ steal included, is counted over each part.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,15 @@ class Watch:
         if best[0] > LIMIT:
             self.disturbed.append((name, round(best[0], 3)))
         return best[1]
+
+    @contextmanager
+    def over(self, name: str) -> Iterator[None]:
+        """Looks at a part that is not repeated."""
+        before, start = clock(), time.monotonic()
+        yield
+        share = others(before, clock(), self._cores, time.monotonic() - start)
+        if share > LIMIT:
+            self.disturbed.append((name, round(share, 3)))
 
     def _wait(self) -> None:
         """Until others are quiet, or a fifth of the time to spare is over."""

@@ -21,11 +21,16 @@ from .timing.rows import Row
 EXIT_FAILED = 1
 
 
+class UnderWay(list[Row]):
+    """The rows that a part has so far; the next ones of the part take their place."""
+
+
 class Run(Protocol):
     """The measurements of one run."""
 
     def rows(self) -> Iterator[list[Row]]:
-        """The rows, part by part, as they are measured; none begun beyond the time limit."""
+        """The rows, part by part, as they are measured; none begun beyond the time limit. A part
+        may also yield what it has ``UnderWay``."""
         ...
 
     def head(self) -> Results:
@@ -46,22 +51,27 @@ def measure_and_keep(run: Run, out: Path | None, show: Callable[[Row], None]) ->
         BaseException: what ended it early, Ctrl-C too. The rows so far are in the partial files.
     """
     rows: list[Row] = []
+    under_way: list[Row] = []
     partial = Partial(out) if out else None
 
     def results(why: str = "") -> Results:
         head = run.head()
         end = ending(head["missing"], why or head["why"])
-        return {**provenance(), **head, **end, "rows": rows}
+        return {**provenance(), **head, **end, "rows": [*rows, *under_way]}
 
     try:
         for some in run.rows():
-            rows += some
-            if partial and rows:
+            is_whole = not isinstance(some, UnderWay)
+            under_way = [] if is_whole else some
+            rows += some if is_whole else []
+            if partial and (rows or under_way):
                 partial.keep(results(KILLED))
-            for row in some:
+            for row in some if is_whole else []:
                 show(row)
     except BaseException as error:
-        if partial and rows:
+        for row in under_way:
+            show(row)
+        if partial and (rows or under_way):
             partial.keep(results(why_ended(error)))
             print("what was measured:", *partial.paths, file=sys.stderr)
         raise

@@ -90,7 +90,9 @@ def compare(path: Path, text: Path, chunks: int, threads: int, given: Path | Non
         given: the file that llama.cpp runs; None: the same.
     """
     theirs = saved(given or path, text, chunks, threads)
-    with model.load_engine(path, device="cpu", max_model_len=CONTEXT, threads=threads) as llm:
+    with model.load_engine(
+        path, device="cpu", max_model_len=CONTEXT, threads=threads, draft="off"
+    ) as llm:
         ids = llm.encode(text.read_text(encoding="utf-8"))[: theirs.tokens.numel()]
         alike = ids == theirs.tokens.flatten().tolist()
         teacher = Teacher(llm, theirs.tokens)

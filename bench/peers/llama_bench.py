@@ -1,136 +1,94 @@
-"""llama.cpp on a whole model: a process of its `llama-bench` or `llama-batched-bench` a figure."""
+"""llama.cpp on a whole model, by its `llama-bench` and `llama-batched-bench`: one process loads the
+model and times all that it is asked for."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from dataclasses import dataclass
-from itertools import pairwise, product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .client import PeerMissing
-from .llama_tools import ON_CPU, ON_GPU, ToolMissing, Tools, find
+from .llama_settings import AUTO, CPU_ONLY, Batching, Offload, grid
+from .llama_tools import ToolMissing, find
 
 SECONDS = 1200.0
 """The time limit of one process."""
-UBATCHES = (512, 2048, 4096)
-"""``-ub``: its default, and what users raise it to where experts cross the link for a prompt."""
-_FLASH = ("on", "off")
+_CAUSE = re.compile(r"GGML_ASSERT|error|failed", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Offload:
-    """What of a model is on the GPU.
-
-    Attributes:
-        name: of this player.
-        options: of the programs.
-        tools: the build that has them.
-        fits: whether ``-ncmoe`` is the lowest that fits in the GPU's memory (``llama_fit``).
-    """
-
-    name: str
-    options: tuple[str, ...] = ()
-    tools: Tools = ON_CPU
-    fits: bool = False
-
-
-CPU_ONLY = Offload("llama.cpp")
-ON_THE_GPU = (
-    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU),  # as ours: all experts
-    Offload("llama.cpp -ngl 99", ("-ngl", "99"), ON_GPU, fits=True),
-)
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How a prompt is taken: so many tokens a step, and a call, with flash attention or without."""
-
-    ub: int = 512
-    b: int = 2048
-    fa: str = "auto"
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Returns the options of `llama-bench`."""
-        return ("-ub", str(self.ub), "-b", str(self.b), "-fa", self.fa)
-
-
-DEFAULT = Batching()
-"""What `llama-bench` does unless told otherwise; ``auto`` is with flash attention where the
-backend has it."""
-
-
-def batchings(tokens: int) -> list[Batching]:
-    """Batchings that differ for a prompt: no ``-ub`` beyond the first that takes it in one step."""
-    b = max(DEFAULT.b, *_sizes(tokens))
-    return [Batching(ub, b, fa) for ub, fa in product(_sizes(tokens), _FLASH)]
-
-
-def _sizes(tokens: int) -> list[int]:
-    more = (ub for smaller, ub in pairwise(UBATCHES) if smaller < tokens)
-    return [UBATCHES[0], *more]
-
-
-def best_batching(model: Path, tokens: int, threads: int, offload: Offload = CPU_ONLY) -> Batching:
-    """The fastest of ``batchings`` for one prompt, each timed once in one process after a warm-up.
-
-    Raises:
-        PeerMissing: it is not built, or failed.
-    """
-    tried = batchings(tokens)
-    lists = {"-ub": map(str, _sizes(tokens)), "-fa": _FLASH}  # tried in this order
-    words = ["-p", str(tokens), "-n", "0", "-b", str(tried[0].b)]
-    words += [word for key, values in lists.items() for word in (key, ",".join(values))]
-    rows = _rows(model, threads, 1, offload, *words)
-    if [row.get("n_ubatch") for row in rows] != [batching.ub for batching in tried]:
-        raise PeerMissing(f"llama-bench does not time {len(tried)} settings: {str(rows)[:80]}")
-    rates = [_number(row, "avg_ts") for row in rows]
-    return tried[rates.index(max(rates))]
-
-
-def prefill(
+def prompts(
     model: Path,
     tokens: int,
     threads: int,
-    repeat: int = 1,
+    wanted: Sequence[Batching],
     offload: Offload = CPU_ONLY,
-    batching: Batching = DEFAULT,
-) -> float:
-    """Tokens a second of one prompt (`-p`), after the program's own warm-up.
+    repeat: int = 1,
+    seconds: float = SECONDS,
+) -> dict[Batching, float]:
+    """Tokens a second of one prompt in each of ``grid(wanted)``, after a warm-up; where the time is
+    over or one of them fails, of those that were timed by then.
 
     Raises:
-        PeerMissing: it is not built, or failed.
+        PeerMissing: it is not built, failed, or timed none.
     """
-    words = "-p", str(tokens), "-n", "0", *batching.options
-    return _rate(model, threads, repeat, offload, *words)
+    timed = grid(wanted)
+    lists = {
+        "-ub": dict.fromkeys(str(one.ub) for one in timed),
+        "-fa": dict.fromkeys(one.fa for one in timed),
+    }
+    if any(one.lm != AUTO for one in timed):  # which older programs have not
+        lists["-lm"] = dict.fromkeys(one.lm for one in timed)
+    words = ["-p", str(tokens), "-n", "0", "-b", str(timed[0].b)]
+    words += [word for key, values in lists.items() for word in (key, ",".join(values))]
+    rows = _rows(model, threads, repeat, offload, seconds, *words)
+    if any(row.get("n_ubatch") != one.ub for row, one in zip(rows, timed, strict=False)):
+        raise PeerMissing(f"llama-bench does not time {len(timed)} settings: {str(rows)[:80]}")
+    rates = [_number(row, "avg_ts") for row in rows]
+    return dict(zip(timed, rates, strict=False))
 
 
-def decode(
+def decodes(
+    model: Path,
+    tokens: int,
+    context: int,
+    threads: Sequence[int],
+    offload: Offload = CPU_ONLY,
+    seconds: float = SECONDS,
+) -> dict[int, float]:
+    """Tokens a second of one sequence that goes on from ``context`` tokens, on each of some counts
+    of threads; where the time is over or one fails, on those that were timed by then.
+
+    Raises:
+        PeerMissing: it is not built, failed, or timed none.
+    """
+    words = "-p", "0", "-n", str(tokens), "-d", str(context)
+    rows = _rows(model, ",".join(map(str, threads)), 1, offload, seconds, *words)
+    return {count: _number(row, "avg_ts") for count, row in zip(threads, rows, strict=False)}
+
+
+def decode_many(
     model: Path,
     tokens: int,
     batch: int,
     context: int,
     threads: int,
-    repeat: int = 1,
     offload: Offload = CPU_ONLY,
+    seconds: float = SECONDS,
 ) -> float:
-    """Tokens a second of ``batch`` sequences that go on from ``context`` tokens each.
-
-    One sequence is `llama-bench -n -d`; several are `llama-batched-bench`, in all of whose figures
-    a sequence begins with its own prompt.
+    """Tokens a second of ``batch`` sequences that go on from ``context`` tokens each, by
+    `llama-batched-bench`, in all of whose figures a sequence begins with its own prompt.
 
     Raises:
         PeerMissing: it is not built, or failed.
     """
-    if batch == 1:
-        words = "-p", "0", "-n", str(tokens), "-d", str(context)
-        return _rate(model, threads, repeat, offload, *words)
     positions = batch * (context + tokens + 1)
     lines = _run(
         "llama-batched-bench",
         offload,
+        seconds,
         "-m",
         str(model),
         "-c",
@@ -147,26 +105,28 @@ def decode(
         "jsonl",
     )
     # The program may end before its last line is written: a second, short case is asked for.
-    rows = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
-    return _number(next((row for row in rows if row.get("pp") == context), {}), "speed_tg")
-
-
-def _rate(model: Path, threads: int, repeat: int, offload: Offload, *options: str) -> float:
-    rows = _rows(model, threads, repeat, offload, *options)
-    return _number(rows[-1] if rows else {}, "avg_ts")
+    rows = [row for row in _json_lines(lines) if row.get("pp") == context]
+    return _number(rows[0] if rows else {}, "speed_tg")
 
 
 def _rows(
-    model: Path, threads: int, repeat: int, offload: Offload, *options: str
+    model: Path, threads: int | str, repeat: int, offload: Offload, seconds: float, *options: str
 ) -> list[dict[str, Any]]:
-    """What `llama-bench` says of each test."""
-    words = "-m", str(model), "-t", str(threads), "-r", str(repeat), "-o", "json"
-    text = _run("llama-bench", offload, *words, *options)
-    try:
-        rows: list[dict[str, Any]] = json.loads(text)
-    except ValueError:
-        raise PeerMissing(f"llama-bench does not write JSON: {text[:80]!r}") from None
+    """What `llama-bench` says of each test, one at least."""
+    words = "-m", str(model), "-t", str(threads), "-r", str(repeat), "-o", "jsonl"
+    text = _run("llama-bench", offload, seconds, *words, *options)
+    if not (rows := _json_lines(text)):
+        raise PeerMissing(f"llama-bench has timed nothing: {text[:80]!r}")
     return rows
+
+
+def _json_lines(text: str) -> list[dict[str, Any]]:
+    """The objects of whole lines; the last one may have been cut."""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    try:
+        return [json.loads(line) for line in lines if line.startswith("{")]
+    except ValueError:
+        raise PeerMissing(f"llama.cpp does not write JSON: {text[:80]!r}") from None
 
 
 def _number(row: dict[str, Any], key: str) -> float:
@@ -179,23 +139,33 @@ def _number(row: dict[str, Any], key: str) -> float:
     return rate
 
 
-def _run(name: str, offload: Offload, *options: str) -> str:
-    """What a program writes to stdout."""
+def _run(name: str, offload: Offload, seconds: float, *options: str) -> str:
+    """What a program writes to stdout; where it fails or its time is over, until then."""
     try:
         done = subprocess.run(
             [find(name, offload.tools), *offload.options, *options],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=seconds,
             errors="replace",
         )
     except ToolMissing as error:
         raise PeerMissing(str(error)) from None
-    except subprocess.TimeoutExpired:
-        raise PeerMissing(f"{name} ran for over {SECONDS:.0f} s") from None
+    except subprocess.TimeoutExpired as error:
+        if error.stdout:  # bytes, whatever was asked for
+            return bytes(error.stdout).decode(errors="replace")
+        raise PeerMissing(f"{name} ran for over {seconds:.0f} s") from None
     except OSError as error:
         raise PeerMissing(f"{name} cannot be started: {error.strerror}") from None
-    if done.returncode:
-        last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise PeerMissing(f"{name} ended with {done.returncode}: {''.join(last)[:120]}")
+    if done.returncode and "{" not in done.stdout:
+        why = _why(done.stderr)
+        raise PeerMissing(f"{name} ended with {done.returncode}: {why[:120]}")
     return done.stdout
+
+
+def _why(stderr: str) -> str:
+    """The line that says why a program ended: behind an assertion a debugger's lines follow."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    causes = [line for line in lines if _CAUSE.search(line)]
+    return next(iter(causes[:1] or lines[-1:]), "")

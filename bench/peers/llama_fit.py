@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .llama_bench import Offload
+from .llama_settings import Offload
 
 ROOM = 4 << 30
 """Bytes beside weights: the CUDA context, the cache, and buffers of a step of 4,096 tokens, of

@@ -11,7 +11,8 @@ from model.cli.shared.common import note
 
 from ..e2e.model_options import ModelOptions
 from ..peers.client import PeerMissing
-from ..peers.llama_bench import DEFAULT, ON_THE_GPU, best_batching, prefill
+from ..peers.llama_bench import prompts
+from ..peers.llama_settings import ON_THE_GPU, batchings
 from ..peers.llama_tools import ToolMissing, find
 
 Row = dict[str, Any]
@@ -38,12 +39,17 @@ def llama_rows(chosen: ModelOptions, lengths: tuple[int, ...], threads: int) -> 
         with tempfile.TemporaryDirectory() as folder:
             file = model_file(config, fmt, Path(folder), arch)
             for n in lengths:
-                for way in WAYS:
-                    batching = DEFAULT
-                    if way.endswith("best"):
-                        batching = best_batching(file, n, threads, OFFLOAD)
-                    rate = prefill(file, n, threads, _REPEAT, OFFLOAD, batching)
-                    words = [*OFFLOAD.options, "-t", str(threads), *batching.options]
-                    yield {"way": way, "tokens": n, "tok_s": rate, "settings": " ".join(words)}
+                tried = batchings(n, OFFLOAD)
+                rates = prompts(file, n, threads, tried, OFFLOAD, _REPEAT)
+                best = max(rates, key=rates.__getitem__)
+                default = next(one for one in rates if one.is_default)
+                for way, one in zip(WAYS, (default, best), strict=True):
+                    words = [*OFFLOAD.options, "-t", str(threads), *one.options]
+                    yield {
+                        "way": way,
+                        "tokens": n,
+                        "tok_s": rates[one],
+                        "settings": " ".join(words),
+                    }
     except (PeerMissing, ToolMissing) as error:
         note(f"no llama.cpp: {error}")

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from bench.harness.budget import NO_BAR, Bar, Budget
 from bench.harness.timing.rows import Row, reason
 from runtime.profiling.engine_speed import EngineTimer
 
-from .budget import NO_BAR, Bar, Budget
 from .ways import Way
 
 Open = Callable[[Way], EngineTimer]

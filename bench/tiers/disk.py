@@ -1,10 +1,10 @@
 """python -m bench.tiers.disk DIR: blocks of a directory, read in order, beside `dd`.
 
 Blocks are written and read as the level of an engine does it (``runtime.kv_tiers``): by the way
-that is the fastest on this disk, with headers and checksums, each prefetched while the one before
-is read. In turns with that, `dd` reads one file of as many bytes with the same block size, once
-through the page cache and once past it; the faster one counts. Nothing of either is in the page
-cache when it is read. One JSON object says the medians in GB/s, and what ours are of dd's.
+that is the fastest on this disk, several at once, with headers and checksums. In turns with that,
+`dd` reads one file of as many bytes with the same block size, once through the page cache and once
+past it; the faster one counts. Nothing of either is in the page cache when it is read. One JSON
+object says the medians in GB/s, and what ours are of dd's.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ import numpy as np
 
 from bench.harness.keeping.provenance import provenance
 from pykernels.errors import PykernelsError
-from runtime.kv_cache.page_store import Kind
+from runtime.kv_cache.page_store import Kind, aligned
 from runtime.kv_tiers.blocks.block import BlockName
 from runtime.kv_tiers.blocks.directory import prepared
 from runtime.kv_tiers.blocks.folder import ModelFolder
+from runtime.kv_tiers.blocks.readers import AHEAD, Readers
 from runtime.kv_tiers.blocks.reading import fastest
 from runtime.planning.option import check_whole
 
 MODEL = bytes(16)
-AHEAD = 2
-"""Blocks that are prefetched while one is read."""
 
 
 def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         check_whole(name, getattr(chosen, name), 1, most)
     count, nbytes = chosen.blocks, chosen.block_kib << 10
     rates: dict[str, list[float]] = {"blocks": [], "dd": [], "dd_direct": []}
-    rng, wrong = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=root) as made:
         folder, one = Path(made) / "blocks", Path(made) / "one"
         limit = prepared(folder, 2 * count * nbytes)
@@ -58,9 +57,10 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
                 level.write(block, memoryview(data.data), 0)
                 file.write(data)
                 sums.append(int(data.astype(np.uint64).sum()))
+        _, wrong = _read(level, names, nbytes, sums)
         for _ in range(chosen.rounds):
             _forget([*(level.path / block.file for block in names), one])
-            seconds, lost = _read(level, names, sums, nbytes)
+            seconds, lost = _read(level, names, nbytes)
             rates["blocks"].append(count * nbytes / seconds)
             wrong += lost
             for kind, flag in (("dd", ()), ("dd_direct", ("iflag=direct",))):
@@ -82,24 +82,25 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(
-    level: ModelFolder, names: list[BlockName], sums: list[int], nbytes: int
+    level: ModelFolder, names: list[BlockName], nbytes: int, sums: list[int] | None = None
 ) -> tuple[float, int]:
-    """Seconds, and how many blocks are not what was written."""
-    spaces = [np.empty(nbytes, np.uint8) for _ in range(AHEAD)]
+    """Seconds, and how many blocks are not what was written, as their checksums say, or these
+    sums of their bytes; to add up takes time, too."""
+    spaces = [aligned(nbytes) for _ in range(AHEAD)]
     for space in spaces:
         space[:] = 0  # memory that was used before
-    seconds, wrong = 0.0, 0
-    for i, (block, want) in enumerate(zip(names, sums, strict=True)):
-        space = spaces[i % AHEAD]
-        began = time.perf_counter()
-        for later in names[i + 1 : i + 1 + AHEAD]:
-            level.prefetch(later)
-        found = level.read(block, [memoryview(space.data)])
-        seconds += time.perf_counter() - began
-        if i % 16 == 0:  # to add up takes time, in which the disk reads on
-            wrong += found != "whole" or int(space.astype(np.uint64).sum()) != want
-        else:
-            wrong += found != "whole"
+    readers, begun, wrong = Readers(level), 0, 0
+    began = time.perf_counter()
+    for i, block in enumerate(names):
+        while begun < min(i + AHEAD, len(names)):
+            readers.begin(names[begun], [spaces[begun % AHEAD].data])
+            begun += 1
+        whole = readers.take(block) == "whole"
+        if sums is not None:
+            whole &= int(spaces[i % AHEAD].astype(np.uint64).sum()) == sums[i]
+        wrong += not whole
+    seconds = time.perf_counter() - began
+    readers.close()
     return seconds, wrong
 
 
@@ -130,7 +131,7 @@ def main() -> int:
     parser.add_argument("root", type=Path, metavar="DIR", help="on the disk")
     parser.add_argument("--blocks", default=256, help="that are read (256)", **whole)
     parser.add_argument("--block-kib", default=4096, help="KiB of a block (4096)", **whole)
-    parser.add_argument("--rounds", default=5, help="of each (5)", **whole)
+    parser.add_argument("--rounds", default=9, help="of each (9)", **whole)
     parser.add_argument("--json", action="store_true", help="as all results are printed")
     chosen = parser.parse_args()
     try:

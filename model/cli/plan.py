@@ -75,8 +75,8 @@ def plan(
 
     Only headers or config.json are read, and the machine need not be here: a file names its
     memory's and its GPU's rates. The steps that the engine would run are timed on these rates,
-    kernel by kernel. Below stands the line that serves the model so, and the three changes that
-    would gain most.
+    kernel by kernel; so are those that check drafts, and it is told from how many right ones they
+    pay. Below stands the line that serves the model so, and the three changes that would gain most.
 
     Example: pykernels plan deepseek-v3 --format q4_k --machine two-sockets.yaml --prompt 8192
     """
@@ -90,6 +90,7 @@ def plan(
         from ..planner.changes import changes
         from ..planner.choose import best
         from ..planner.machines import find_machine
+        from ..planner.predict import drafts_of
         from ..planner.report import as_dict, lines
         from ..planner.settings import Case, wanted_of
         from ..planner.sweep import check_swept, draw, told
@@ -102,7 +103,7 @@ def plan(
         subject = open_subject(model, asked.format, execution.kv_dtype, asked.layers, asked.vocab)
         wanted = wanted_of(asked, subject.positions, law)
         found = best(Case(subject, there, execution, wanted))
-        gains = changes(found)
+        drafts, gains = drafts_of(found), changes(found)
         points, ended = swept(found, sweep) if sweep else ([], "")
     if trace is not None:
         from ..planner.trace import write
@@ -112,9 +113,9 @@ def plan(
         draw(points, sweep, f"{model} on {there.name}", plot)
     if as_json:
         rows = {"sweep": [asdict(point) for point in points], "sweep_ended": ended} if sweep else {}
-        print(json.dumps(as_dict(found, gains) | rows, indent=2))
+        print(json.dumps(as_dict(found, drafts, gains) | rows, indent=2))
         return
-    text = lines(found, gains)
+    text = lines(found, drafts, gains)
     if sweep is not None:
         text += ["", *told(points, sweep, ended)]
     for line in text:

@@ -85,7 +85,7 @@ def compare(
         def begin(what: str, total: int, named: str = named) -> Callable[[int], None]:
             return progress(f"{named}: {what}", total)
 
-        sizes = {"max_num_logits": ROWS, **settings, **how}
+        sizes = {"max_num_logits": ROWS, "draft": "off", **settings, **how}
         with load_engine(path, device=device, **sizes) as llm:
             scores = evaluate(llm, tasks, limit, False, begin, draws, in_turn=True)
             layers = moe_layers(llm.runner.model.lower())

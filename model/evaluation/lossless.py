@@ -207,6 +207,7 @@ def evaluate(
         "max_model_len": length,
         "max_num_seqs": D,
         "max_num_logits": length,
+        "draft": "off",
         "overlap": False,
         "numa": "off",
         "rules": rules,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pykernels import target
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
+from runtime.devices.sim.drafts import DraftForecast, draft_forecast
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.step import simulate
 from runtime.engine.pace import DecodePace, Speed
@@ -32,6 +33,11 @@ class Forecast:
         compiled = compile(self.model, self.plan, Phase.DECODE, sequences)
         step = simulate(compiled, self.machine, Load(sequences, context, sequences))
         return sequences / step.seconds
+
+    def drafts(self, most: int) -> DraftForecast:
+        """What checking up to so many drafts of one sequence takes, and whether it pays."""
+        context = min(512, self.plan.max_model_len)
+        return draft_forecast(self.plan, self.model, self.machine, Load(1, context), most)
 
     def speed(self, pace: DecodePace) -> Speed:
         """The prediction beside what was measured."""

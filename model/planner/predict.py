@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from runtime.devices.sim.cost import Load
+from runtime.devices.sim.drafts import DraftForecast, draft_forecast
 from runtime.devices.sim.machine import kernel_of
 from runtime.devices.sim.step import SimulatedStep, simulate
-from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.config import STEP_TOKENS, EngineConfig
 from runtime.passes.layers import moe_layers
 from runtime.planning.execution import Phase
 from runtime.planning.gpu.routes import DISAGGREGATED, DSLP
@@ -88,6 +89,14 @@ def predict(placed: Placed, prompt: Prompt | None = None) -> Prediction:
     placed = replace(placed, case=replace(case, machine=machine))
     prompt = prompt or predict_prompt(placed, case.wanted.prompt)
     return Prediction(placed, decode.stretched(case.subject.stretch), prompt)
+
+
+def drafts_of(found: Prediction) -> DraftForecast:
+    """What checking drafts takes of a case that is predicted."""
+    placed, wanted = found.placed, found.placed.case.wanted
+    load = Load(wanted.batch, wanted.context, wanted.batch, wanted.routing)
+    decoder, most = placed.case.subject.decoder, EngineConfig.draft_tokens
+    return draft_forecast(placed.plan, decoder, placed.case.machine, load, most)
 
 
 def predict_prompt(placed: Placed, tokens: int) -> Prompt:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.devices.sim.drafts import DraftForecast
 from runtime.engine.scheduling.config import CONTEXT
 from runtime.planning.placement import CPU
 
@@ -48,8 +49,8 @@ def serve_line(found: Prediction) -> str:
     return shlex.join(words)
 
 
-def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
-    """The lines that ``pykernels plan`` prints of a prediction and of changes to it."""
+def lines(found: Prediction, drafts: DraftForecast, changes: Sequence[Change]) -> list[str]:
+    """The lines that ``pykernels plan`` prints of a prediction, of drafts and of changes to it."""
     case, plan = found.placed.case, found.placed.plan
     wanted, subject = case.wanted, case.subject
     layers = subject.config.num_hidden_layers
@@ -76,6 +77,8 @@ def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
         f" context of {wanted.context}"
         + (f", {wanted.batch} sequences" if wanted.batch > 1 else ""),
         f"            bound by {_shares(step.bounds, step.seconds)}",
+        f"drafts      {drafts.choice}",
+        *([f"            {drafts.cost}"] if drafts.cost else []),
         f"prompt      {prompt.tok_s:.0f} tok/s of {wanted.prompt} tokens in {prompt.steps}"
         f" step{'s' * (prompt.steps > 1)}{way}",
         f"            bound by {_shares(prompt.bounds, prompt.seconds)}",
@@ -96,7 +99,7 @@ def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
     return text
 
 
-def as_dict(found: Prediction, changes: Sequence[Change]) -> dict[str, Any]:
+def as_dict(found: Prediction, drafts: DraftForecast, changes: Sequence[Change]) -> dict[str, Any]:
     """For JSON."""
     case = found.placed.case
     wanted = case.wanted
@@ -124,6 +127,13 @@ def as_dict(found: Prediction, changes: Sequence[Change]) -> dict[str, Any]:
         "decode_tok_s": round(found.decode_tok_s, 2),
         "us_per_step": round(found.decode.seconds * 1e6, 1),
         "decode_us_by_bound": _rounded(found.decode.bounds),
+        "drafts": {
+            "why_none": drafts.why_none,
+            "times_as_long": [round(each, 3) for each in drafts.times],
+            "break_even": [each and round(each, 3) for each in drafts.break_even],
+            "auto": "off" if drafts.why_none or not drafts.pays else "ngram",
+            "most_gain": round(drafts.best[1], 3),
+        },
         "prompt_tok_s": round(found.prompt.tok_s, 1),
         "prompt_way": found.prompt.way,
         "prompt_us_by_bound": _rounded(found.prompt.bounds),

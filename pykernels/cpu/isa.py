@@ -11,7 +11,7 @@ from .intrin import avx512, avx512_base, avx512_bits, avx512_bytes
 EXTENSIONS = {
     "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
     "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128", "first_words", "second_words")),
-    "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
+    "avx512vnni": (avx512_bytes, ("dot_u8i8", "dot_words")),
     "gfni": (avx512_bits, ("high_nibbles", "high_nibbles_flipped", "set_planes")),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
@@ -25,11 +25,13 @@ class Instructions:
         name: tells sets of them apart.
         int8_slices: ``prefers_int8_slices``.
         fma: ``prefers_fma``.
+        vnni: whether products of 8 bits are one instruction.
     """
 
     name: str
     int8_slices: bool
     fma: bool
+    vnni: bool
     dot_bf16: Callable
     store_bf16: Callable
     lookup_64: Callable
@@ -37,6 +39,7 @@ class Instructions:
     first_words: Callable
     second_words: Callable
     dot_u8i8: Callable
+    dot_words: Callable
     high_nibbles: Callable
     high_nibbles_flipped: Callable
     set_planes: Callable
@@ -55,7 +58,8 @@ def instructions(target: Target) -> Instructions:
         if not target.lacks((extension,))
     ]
     name = "avx512" + "".join(f"-{name}" for name in have)
-    return Instructions(name, prefers_int8_slices(target), prefers_fma(target), **found)
+    vnni = not target.lacks(("avx512vnni",))
+    return Instructions(name, prefers_int8_slices(target), prefers_fma(target), vnni, **found)
 
 
 def prefers_int8_slices(target: Target) -> bool:

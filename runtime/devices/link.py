@@ -73,6 +73,11 @@ class Link:
         """Sets all flags, so that nobody waits any more."""
         self._array[:] = self._needed
 
+    @property
+    def passed(self) -> int:
+        """How many channels have their flag."""
+        return int(np.count_nonzero(self._array))
+
     @contextmanager
     def released(self) -> Iterator[None]:
         """Within it nobody waits; what is received is not what was sent."""

@@ -46,7 +46,7 @@ from .requests.outputs import EngineStats
 from .requests.request import Request, State
 from .results import check_drawn
 from .scheduling.config import EngineConfig
-from .scheduling.drafts import Drafts
+from .scheduling.drafts import drafts_of
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -78,9 +78,7 @@ class Core:
         self.overlap = self._overlap = config.overlap
         self.stats, self.pace = EngineStats(), Pace()
         lost: dict[Request, Exception] = {}  # to constraints and drafters
-        self._drafts: Drafts | None = None
-        if make_drafter is not None:
-            self._drafts = Drafts(make_drafter, config.draft_tokens, runner, lost)
+        self._drafts = drafts_of(config, make_drafter, runner, lost)
         self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
         stream = self.scheduler.add_prefill_stream(runner)
@@ -262,6 +260,8 @@ class Core:
         self.scheduler.timed(running, seconds)
         phase("deliver")
         self._drawn.deliver(running, sampled_token_ids, result, seconds)
+        if self._drafts is not None:
+            self._drafts.watch(running)
         if ahead is not None and failure is not None:
             self._drawn.fail(ahead, failure)
         if not self.busy:
@@ -270,10 +270,12 @@ class Core:
 
     def _time(self, step: ScheduledStep, ended: float) -> None:
         """Counts a step that has ended among those by which predictions are judged."""
+        alone = not (step.chunks or self._prefill_runs) and self._observation is None
+        if self._drafts is not None:
+            self._drafts.timed(step, ended, alone)
         if self.pace.found is not None:
             return
-        alone = not (step.chunks or step.drafts or self._prefill_runs)
-        if alone and self._observation is None:
+        if alone and not step.drafts:
             self.pace.add(step.decoding, ended)
         else:
             self.pace.pause()

@@ -83,7 +83,6 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._loop = Loop()
-        drafter = drafter or self.config.drafter
         self._core = Core(runner, self.config, clock, self._loop.has_news, drafter, tiers)
         self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer

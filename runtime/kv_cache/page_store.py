@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+_SECTOR = 4096
 
 
 class Kind(IntEnum):
@@ -66,7 +67,7 @@ class HostPages:
         return sum(part.shape[1] for part in self._parts[kind])
 
     def host(self, nbytes: int) -> Bytes:
-        return np.empty(nbytes, np.uint8)
+        return aligned(nbytes)
 
     def read(self, kind: Kind, place: int, out: Bytes) -> None:
         at = 0
@@ -82,6 +83,13 @@ class HostPages:
 
     def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
         return [part[place].data for part in self._parts[kind]]
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Main memory that begins at a multiple of 4,096, where any disk can write by itself."""
+    memory = np.empty(nbytes + _SECTOR, np.uint8)
+    start = -memory.ctypes.data % _SECTOR
+    return memory[start : start + nbytes]
 
 
 def parts_of(

@@ -1,6 +1,7 @@
 """When a sequence's state is copied for those that come later, and for itself after a preemption.
 
-- At marks in a prompt, at which its chunks end: every ``spacing`` pages; where it leaves what the
+- At marks in a prompt, at which its chunks end: every ``spacing`` pages, or ``stretch`` where a
+  step costs as much whatever it has; where it leaves what the
   tree knows, since another one may leave it there, too; and at its last full page. The last two,
   if they are not near another mark, but always where outputs fork.
 - At each full page of an output, where it takes the place of the one before: at the end of a turn
@@ -29,11 +30,16 @@ class Snapshots:
         page_size: tokens a page.
         spacing: pages from one mark of a prompt to the next; 0: no snapshots.
         most: marks of one prompt at even distances; a longer prompt has them further apart.
+
+    Attributes:
+        stretch: pages between marks at even distances, where that is more than ``spacing``: as many
+            as a step has at most, where each step brings all experts to a GPU.
     """
 
     def __init__(self, states: StateSlots, page_size: int, spacing: int, most: int) -> None:
         self.states, self.page_size = states, page_size
         self.spacing, self.most = spacing, max(1, most)
+        self.stretch = 0
 
     def deepest(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """The longest part of a cached prefix that ends with a snapshot."""
@@ -50,7 +56,7 @@ class Snapshots:
         if not self.spacing:
             return
         full = (tokens - 1) // self.page_size
-        spacing = self.spacing
+        spacing = max(self.spacing, self.stretch)
         while full // spacing > self.most:
             spacing *= 2
         marks = {cached, *range(spacing, full + 1, spacing)}

@@ -16,11 +16,11 @@ from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .blocks.block import BlockName
 from .blocks.folder import ModelFolder
 from .blocks.ram import RamBlocks
+from .blocks.readers import AHEAD
 from .blocks.shared import SharedBlocks
+from .from_disk import FromDisk
 from .places import DISK, RAM, STORE, Places
 
-_AHEAD = 8
-"""Blocks that the system reads while the one before them is checked."""
 _LATE = 64
 """Blocks that are written at once, at most."""
 _PAUSE_SECONDS = 60
@@ -40,6 +40,7 @@ class Levels(Places):
     ) -> None:
         super().__init__(pages, folder, ram, store, shared)
         self._staging = pages.host(max(map(pages.nbytes, Kind)))
+        self._disk = None if folder is None else FromDisk(pages, folder, ram)
         # What is to be written lies in main memory, which may be no level.
         self._rows = ram if ram is not None or store is None else store.rows
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
@@ -51,16 +52,30 @@ class Levels(Places):
         """Whether it is in main memory, and is to be written, or is being."""
         return name in self._later or name in self._storing
 
-    def prefetch(self, blocks: Sequence[BlockName], at: int) -> None:
-        """Called before each of these blocks is read: has the disk begin with later ones, and the
-        store bring those that follow each other there."""
-        if self.behind is not None and not self.behind.has_ahead(blocks[at]):
-            run = takewhile(lambda block: self._level_of(block.file) == STORE, blocks[at:])
+    def prefetch(
+        self, wanted: Sequence[tuple[BlockName, int | None]], at: int, end: int | None = None
+    ) -> None:
+        """Called before each of these blocks is read into its page or slot, or brought near: begins
+        to read it and those behind it from disk, up to ``end``, after which ``settle`` is called;
+        and has the store bring those that follow each other there."""
+        first, _ = wanted[at]
+        if self.behind is not None and not self.behind.has_ahead(first):
+            blocks = [block for block, _ in wanted[at:]]
+            run = takewhile(lambda block: self._level_of(block.file) == STORE, blocks)
             self._get(self.behind, list(run))
-        ahead = blocks[at + 1 : at + 1 + _AHEAD] if at == 0 else blocks[at + _AHEAD :][:1]
-        for block in ahead:
-            if self.folder is not None and self._level_of(block.file) == DISK:
-                self.folder.prefetch(block)
+        if self._disk is None:
+            return
+        for block, place in wanted[at:end][:AHEAD]:
+            nowhere = place is None and self.ram is None
+            if nowhere or self._level_of(block.file) != DISK:
+                return
+            if block not in self._disk and not self._disk.begin(block, place):
+                return
+
+    def settle(self) -> None:
+        """No page or slot is written to any more, but by ``read``."""
+        if self._disk is not None:
+            self._disk.settle()
 
     def bring(self, block: BlockName) -> bool:
         """Whether a block is as near as it comes without a page: in main memory, where that is a
@@ -70,7 +85,7 @@ class Levels(Places):
             return level is not None
         if self.folder is not None and level == DISK:
             if self.ram is not None:
-                return self._read_disk(self.folder, block, None)
+                return self._read_disk(block, None)
             self.folder.prefetch(block)
             return True
         near = self.ram is not None or self.folder is not None
@@ -84,27 +99,26 @@ class Levels(Places):
             self._has_read(RAM, kind, time.perf_counter() - began)
             return True
         if self.folder is not None and block.file in self.folder.names:
-            if self._read_disk(self.folder, block, place):
+            if self._read_disk(block, place):
                 return True
         return self.behind is not None and self._read_store(self.behind, block, place)
 
-    def _read_disk(self, folder: ModelFolder, block: BlockName, place: int | None) -> bool:
+    def _read_disk(self, block: BlockName, place: int | None) -> bool:
         """None: only into main memory, which is a level."""
-        kind, data, space, began = block.kind, None, None, time.perf_counter()
-        if self.ram is None and place is not None:
-            space = self._pages.space(kind, place)
-        if space is None:
-            data = self._room(kind)
-            space = [data.data]
-        found = self._try(DISK, "read", lambda: folder.read(block, space))
+        disk, began = self._disk, time.perf_counter()
+        assert disk is not None
+        if block not in disk and not disk.begin(block, place):
+            disk.settle()
+            disk.begin(block, place)
+        if (got := self._try(DISK, "read", lambda: disk.take(block))) is None:
+            return False
+        found, data = got
         self.counts.stats[DISK].damaged += found == "damaged"
         if found != "whole":
             return False
         if data is not None and place is not None:
-            self._pages.write(kind, place, data)
-        if self.ram is not None:
-            self.ram.keep(block)
-        self._has_read(DISK, kind, time.perf_counter() - began)
+            self._pages.write(block.kind, place, data)
+        self._has_read(DISK, block.kind, time.perf_counter() - began)
         return True
 
     def _read_store(self, store: SharedBlocks, block: BlockName, place: int | None) -> bool:
@@ -212,6 +226,9 @@ class Levels(Places):
 
     def close(self) -> None:
         """Nothing is read or written any more."""
+        if self._disk is not None:
+            self._disk.settle()
+            self._disk.close()
         if self.behind is not None:
             self.behind.close()
 

@@ -202,26 +202,34 @@ class Worker:
         return True
 
     def _load(self, load: Load) -> None:
-        blocks = [block for block, _ in load.pages]
+        wanted: list[tuple[BlockName, int | None]] = [*load.pages]
         if load.state is not None:
-            blocks.append(load.state[0])
-        for i, (block, page) in enumerate(load.pages):
-            self.levels.prefetch(blocks, i)
-            if load.cancelled or not self.levels.read(block, page):
-                return
-            load.loaded += 1
-        if load.state is not None and not load.cancelled:
-            load.has_state = self.levels.read(*load.state)
+            wanted.append(load.state)
+        try:
+            for i, (block, page) in enumerate(load.pages):
+                self.levels.prefetch(wanted, i)
+                if load.cancelled or not self.levels.read(block, page):
+                    return
+                load.loaded += 1
+            if load.state is not None and not load.cancelled:
+                load.has_state = self.levels.read(*load.state)
+        finally:
+            self.levels.settle()
 
     def _is_near(self, stage: Stage) -> bool:
         """Brings some of its blocks near; whether there is no more to do."""
-        for at in range(stage.done, min(stage.done + _STAGED, len(stage.blocks))):
-            if stage.cancelled or self._asked.loads:
-                break
-            self.levels.prefetch(stage.blocks, at)
-            if not self.levels.bring(stage.blocks[at]):
-                return True
-            stage.done += 1
+        end = min(stage.done + _STAGED, len(stage.blocks))
+        wanted = [(block, None) for block in stage.blocks]
+        try:
+            for at in range(stage.done, end):
+                if stage.cancelled or self._asked.loads:
+                    break
+                self.levels.prefetch(wanted, at, end)
+                if not self.levels.bring(stage.blocks[at]):
+                    return True
+                stage.done += 1
+        finally:
+            self.levels.settle()
         return stage.cancelled or stage.done == len(stage.blocks)
 
     def _write(self, block: BlockName, used: int) -> None:

@@ -16,6 +16,7 @@ from pykernels.errors import PykernelsError
 from ..kv_cache.layout import PAGE
 from ..kv_cache.page_store import HostPages, PageStore
 from ..planning.compile import Compiled, compile
+from ..planning.drafts import why_no_drafts
 from ..planning.execution import ExecutionPlan, Phase, Step
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
@@ -150,13 +151,7 @@ class PagedRunner(ABC):
     @property
     def why_no_drafts(self) -> str:
         """See ``runner.batch.Runner``."""
-        if self.model.states:
-            return (
-                f"layers of {self.model.name} keep a state, from which no token can be taken back"
-            )
-        if self.plan.passes:
-            return "passes rewrite decode steps, and drafts are checked by the steps of prompts"
-        return ""
+        return why_no_drafts(self.plan, self.model)
 
     @property
     def deferred(self) -> int:

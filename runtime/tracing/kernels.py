@@ -33,6 +33,7 @@ OPS_OF = {
     "kv_pages": ("list_pages",),
     "kv_pages._load_kv_pages": ("load_pages",),
     "kv_pages._store_kv_rows": ("store_rows",),
+    "page_blocks": (),  # beside steps
     "moe.router": ("router",),
     "moe.router_logits": ("linear", "router"),
     "moe.permute._rank_few": ("sort_routing",),

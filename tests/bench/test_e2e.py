@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 
 from bench import report
 from bench.e2e import run as e2e_run
+from bench.e2e import turns
 from bench.e2e.ours import Ours, Shape
 from bench.e2e.places import Place
-from bench.e2e.players import Case, Rates
+from bench.e2e.players import Case, Played, Turn
 from bench.e2e.run import E2ERun
 from bench.e2e.settings import Settings
+from bench.harness.budget import Bar
 from bench.harness.session import measure_and_keep
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
@@ -29,16 +32,17 @@ pytest.importorskip("matplotlib")
 class FakePeer:
     """Half as fast as nothing in particular; fails from the second turn on if asked to."""
 
+    names = ("llama.cpp",)
+
     def __init__(self, fails: bool = False, error: BaseException | None = None) -> None:
         self.fails, self.turns = fails, 0
-        self.settings: dict[Case, str] = {}
         self.error = error or PeerMissing("out of luck")
 
-    def turn(self, cases: list[Case]) -> Rates:
+    def turn(self, cases: Sequence[Case], seconds: float) -> Turn:
         self.turns += 1
         if self.fails and self.turns > 1:
             raise self.error
-        return dict.fromkeys(cases, 10.0)
+        return {"llama.cpp": dict.fromkeys(cases, Played(10.0))}
 
 
 def settings(tmp_path: Path, **changes: Any) -> Settings:
@@ -65,7 +69,7 @@ def settings(tmp_path: Path, **changes: Any) -> Settings:
 
 @pytest.fixture(autouse=True)
 def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2e_run, "roof", lambda threads: 10.0)
+    monkeypatch.setattr(turns, "roof", lambda threads: 10.0)
 
 
 @pytest.mark.all  # it compiles a model's kernels
@@ -73,8 +77,7 @@ def test_rows_have_our_figures_and_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    only = {"llama.cpp": FakePeer()}
-    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: only)
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: [FakePeer()])
     run = E2ERun(settings(tmp_path), detect())
     results = measure_and_keep(run, tmp_path / "out", lambda row: None)
     prefill, one, two = results["rows"]
@@ -93,7 +96,7 @@ def test_rows_have_our_figures_and_the_peers(
 @pytest.mark.all
 def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": FakePeer(fails=True)})
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: [FakePeer(fails=True)])
     run = E2ERun(settings(tmp_path, batches=(1,)), detect())
     results = measure_and_keep(run, None, lambda row: None)
     assert all(row["why_llama.cpp"] == "out of luck" for row in results["rows"])
@@ -101,12 +104,12 @@ def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.all
-def test_rounds_of_a_model_that_is_interrupted_are_kept(
+def test_turns_of_a_model_that_is_interrupted_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = FakePeer(fails=True, error=KeyboardInterrupt())
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": peer})
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: [peer])
     run = E2ERun(settings(tmp_path, batches=(1,), rounds=3), detect())
     with pytest.raises(KeyboardInterrupt):
         measure_and_keep(run, tmp_path, lambda row: None)
@@ -114,9 +117,10 @@ def test_rounds_of_a_model_that_is_interrupted_are_kept(
     found = json.loads(file.read_text())
     assert (found["complete"], found["missing"]) == (False, ["qwen3-30b q8_0"])
     assert [(row["op"], row["rounds"]) for row in found["rows"]] == [
-        ("e2e prefill", 1),
-        ("e2e decode", 1),
+        ("e2e prefill", 2),  # of the second round ours has had its turn
+        ("e2e decode", 2),
     ]
+    assert all(row["x_llama.cpp"] > 0 for row in found["rows"])
     assert report.main([str(file)]) == 0
     assert "it was interrupted" in file.with_suffix(".md").read_text()
     assert list(file.parent.glob("*-partial-speeds.png"))
@@ -126,16 +130,31 @@ def test_rounds_of_a_model_that_is_interrupted_are_kept(
 def test_ours_in_several_places_is_a_row_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deferring = Place("deferring", {"defer": "2"})
+    deferring = Place("deferring", {"defer": "2", "experts": "cpu"})
     broken = Place("too many", {"defer": "9"})
     monkeypatch.setattr(e2e_run, "places", lambda device: (Place("plain"), deferring, broken))
-    run = E2ERun(settings(tmp_path, layers=2, batches=(1,), peers=()), detect())
+    run, said = E2ERun(settings(tmp_path, layers=2, batches=(1,), peers=()), detect()), list[str]()
+    run.bar = Bar(said.append, lambda work: None)
     results = measure_and_keep(run, tmp_path, lambda row: None)
+    played = [what.split(": ", 1)[1] for what in said if "round" in what]
+    assert played[:2] == ["round 1: deferring", "round 2: deferring"]  # experts on the CPU first
     decodes = [row for row in results["rows"] if row["op"] == "e2e decode"]
     assert [row["place"] for row in decodes] == ["plain", "deferring", "too many"]
     assert decodes[1]["tok_s"] > 0 and "why" in decodes[2]
     page = next(tmp_path.rglob("*-e2e.md")).read_text()
     assert "context 8, deferring |" in page and "Not timed: " in page
+
+
+@pytest.mark.all
+def test_turns_beyond_the_limit_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: [FakePeer()])
+    run = E2ERun(settings(tmp_path, batches=(1,), minutes=1e-9), detect())
+    results = measure_and_keep(run, tmp_path, lambda row: None)
+    assert not results["complete"] and "--minutes 1e-09 were too few" in results["why"]
+    assert all("too few" in row["why"] for row in results["rows"])
 
 
 def test_transformers_has_no_place_beside_a_gpu(tmp_path: Path) -> None:

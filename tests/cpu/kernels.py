@@ -41,7 +41,7 @@ TRIED: dict[str, dict[str, tuple[str, ...]]] = {
     # Units that stand in for other CPUs: AMX tiles modelled without AMX, AVX-512 without its
     # extensions, its GEMM in float32, and integers in the way that this CPU does not prefer (as
     # bfloat16 or as int8 slices).
-    "modelled amx": {"bf16": ("fp8",), "int8": ()},
+    "modelled amx": {"bf16": ("fp8", "q2_k"), "int8": ()},
     "base": {"bf16": ("fp8",), "int8": ()},
     "fma": {"bf16": ("q4_k",), "int8": ()},
     "other": {"bf16": (), "int8": ()},  # AMX's tiles of one token take int8 slices too

@@ -14,14 +14,15 @@ import pytest
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
-from runtime.kv_cache.page_store import Bytes, Kind
+from runtime.kv_cache.page_store import Bytes, Kind, aligned
 from runtime.kv_cache.prefix import Held
 from runtime.kv_tiers.blocks.block import HEADER, BlockName, why_damaged
 from runtime.kv_tiers.blocks.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.blocks.directory import blocks, prepared
 from runtime.kv_tiers.blocks.folder import ModelFolder
 from runtime.kv_tiers.blocks.ram import RamBlocks
-from runtime.kv_tiers.blocks.reading import Buffered, Direct, Mapped, Way, fastest
+from runtime.kv_tiers.blocks.readers import Readers
+from runtime.kv_tiers.blocks.reading import Buffered, Direct, Way, fastest
 from runtime.kv_tiers.levels import Levels
 from runtime.kv_tiers.tiers import KvTiers
 
@@ -363,18 +364,46 @@ def test_blocks_are_listed_checked_and_removed(tmp_path: Path) -> None:
     assert clear(tmp_path) > 0 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("way", [Buffered(), Mapped(), Direct()], ids=lambda way: way.name)
-def test_each_way_reads_a_file_whole(way: Way, tmp_path: Path) -> None:
-    data, path = random.Random(0).randbytes(9000), tmp_path / "file"
-    for size in (8999, 9000, 9001):
+@pytest.mark.parametrize("way", [Buffered(), Direct()], ids=lambda way: way.name)
+@pytest.mark.parametrize("rest", [8192, 8488], ids=["sectors", "bytes"])
+def test_each_way_reads_a_file_whole(way: Way, rest: int, tmp_path: Path) -> None:
+    nbytes = 512 + rest
+    data, path = random.Random(0).randbytes(nbytes), tmp_path / "file"
+    for size in (nbytes - 1, nbytes, nbytes + 1):
         path.write_bytes((data + b"x")[:size])
-        head, rest = bytearray(512), bytearray(9000 - 512)
+        head, tail = aligned(512), aligned(rest)
         way.prefetch(path)
         try:
-            found = way.read(path, [memoryview(head), memoryview(rest)])
+            found = way.read(path, [head.data, tail.data])
         except OSError:
             assert way.name == "direct"
             pytest.skip("this file system has no O_DIRECT")
-        assert found == size and (size != 9000 or head + rest == data)
-    assert fastest(tmp_path, 9000).name in ("buffered", "mapped", "direct")
+        assert found == size
+        assert size != nbytes or head.tobytes() + tail.tobytes() == data
+    assert fastest(tmp_path, nbytes).name in ("buffered", "direct")
     assert list(tmp_path.iterdir()) == [path], "what was measured with is gone"
+
+
+def test_what_was_begun_and_is_not_wanted_is_not_written_later(tmp_path: Path) -> None:
+    """To pages that may be others' by then."""
+
+    class Slow(Buffered):
+        def read(self, path: Path, space: Sequence[memoryview]) -> int:
+            time.sleep(0.05)
+            return super().read(path, space)
+
+    prepared(tmp_path)
+    folder = ModelFolder(tmp_path, 1 << 20, MODEL, {}, Slow())
+    named = [BlockName(Kind.PAGE, MODEL, bytes([i] * 16), bytes(16), bytes(16)) for i in range(8)]
+    for block in named:
+        folder.write(block, memoryview(block.key), 0)
+    readers, pages = Readers(folder), np.zeros((8, 16), np.uint8)
+    for block, page in zip(named, pages, strict=True):
+        readers.begin(block, [page.data])
+    assert readers.take(named[0]) == "whole" and not pages[0].any()
+    assert readers.take(named[1]) == "whole" and pages[1].tobytes() == named[1].key
+    readers.settle()
+    pages[:] = 99
+    time.sleep(0.15)
+    assert (pages == 99).all()
+    readers.close()

@@ -181,6 +181,26 @@ def test_more_biases_than_a_sequence_may_have_are_refused() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("streams_from", "asked", "sizes"),
+    [(0, None, [1024, 1024, 153]), (20, None, [2200, 1]), (20, 1024, [1024, 1024, 153])],
+)
+def test_snapshots_do_not_cut_steps_to_which_all_experts_cross(
+    streams_from: int, asked: int | None, sizes: list[int]
+) -> None:
+    """Unless they are asked for; the one behind the last full page is taken in any case."""
+    runner = FakeRunner(
+        num_pages=600, max_num_batched_tokens=2400, max_model_len=2400, state_slots=24
+    )
+    runner.streams_from = streams_from
+    engine = owned(runner, config=EngineConfig(snapshot_tokens=asked, prefill_yield=0.0))
+    prompt = [n % 997 for n in range(2201)]
+    engine.generate([prompt], params(1, 1))
+    assert runner.sizes == sizes
+    [again] = engine.generate([[*prompt[:2200], 5]], params(2, 1))
+    assert again.completions[0].stats.cached_tokens == (2048 if len(sizes) > 2 else 2200)
+
+
 def test_a_failed_step_leaves_no_snapshot() -> None:
     """The second request fails where it leaves what the first one has computed; the third one is
     scheduled behind its snapshot already."""

@@ -15,17 +15,18 @@ from model.planner.machine_file import parse_machine, read_machine
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.deferral import with_deferral
-from runtime.devices.sim.drafts import Drafts
+from runtime.devices.sim.drafts import times_as_long
 from runtime.devices.sim.machine import Kernel, Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import simulate
+from runtime.passes.layers import moe_layers
 from runtime.passes.shard import sent_bytes, stripe
 from runtime.passes.stream_weights import StreamRing
 from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase
 from runtime.planning.placement import Placement
 from runtime.planning.streaming import Streaming
-from runtime.planning.work import cache_bytes, weight_bytes
+from runtime.planning.work import cache_bytes, expert_bytes, weight_bytes
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
@@ -269,10 +270,23 @@ def test_drafts_read_a_sequences_cache_once(tmp_path: Path, machine: Machine) ->
     assert alone - drafted == pytest.approx(3 * cache_bytes(compiled.program, 512) / 0.5e9)
 
 
-def test_a_step_yields_tokens_until_a_draft_is_wrong() -> None:
-    drafts = Drafts(2, 0.5, seconds=0.1)
-    assert drafts.tokens == pytest.approx(1 * 0.5 + 2 * 0.25 + 3 * 0.25)
-    assert drafts.seconds_a_token(1.55) == pytest.approx(1.75 / 1.75)
+def test_checking_drafts_reads_the_experts_of_all_tokens(tmp_path: Path, machine: Machine) -> None:
+    """As many different ones as tokens that choose at random take, counted."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    decoder, draw = meta_decoder(tmp_path), np.random.default_rng(3)
+    program = decoder.lower()
+    every, experts = weight_bytes(program), expert_bytes(program)
+    layer = moe_layers(program)[0]
+    E, topk = program.weight(layer.experts, "experts").shape[0], layer.topk
+    plan = ExecutionPlan(StepSizes(8, 1, 8))
+    times = times_as_long(plan, decoder, machine, Load(1, 1), 3)
+    for drafts, found in enumerate(times, 1):
+        taken = [
+            len({*np.concatenate([draw.permutation(E)[:topk] for _ in range(1 + drafts)])})
+            for _ in range(4000)
+        ]
+        expected = 1 + experts / every * (np.mean(taken) / topk - 1)
+        assert found == pytest.approx(expected, rel=0.01)
 
 
 def dslp(folder: Path, gpus: int) -> Compiled:
@@ -306,7 +320,14 @@ def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:
     rows = uneven.rows(128, 8, 8)
     assert sum(chance for chance, _ in rows) == pytest.approx(uneven.distinct(128, 8, 8))
     assert sum(chance * count for chance, count in rows) == pytest.approx(8 * 8)
-    assert rows[0][1] > 4 > 1.1 > rows[-1][1]
+    draw = np.random.default_rng(4)
+    counts = [
+        np.bincount(draw.permuted(np.tile(np.arange(128), (3, 1)), axis=1)[:, :8].ravel())
+        for _ in range(2000)
+    ]  # of each expert, three tokens that choose at random
+    alone = np.mean([(count == 1).sum() for count in counts])
+    of_three = Routing().rows(128, 8, 3)
+    assert sum(chance for chance, count in of_three if count == 1) == pytest.approx(alone, rel=0.01)
 
 
 @pytest.mark.parametrize(

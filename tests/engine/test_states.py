@@ -182,3 +182,6 @@ def test_drafts_are_refused_before_weights_are_read(
     monkeypatch.setattr(CpuRunner, "load", lambda self: pytest.fail("weights were read"))
     with pytest.raises(PykernelsError, match="keep a state, from which no token can be taken back"):
         model.load_engine(made.path, draft="ngram", **SIZES)
+    monkeypatch.undo()
+    with model.load_engine(made.path, **SIZES) as llm:
+        assert llm.engine.config.draft == "off", "left open, there are none"

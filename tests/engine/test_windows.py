@@ -66,7 +66,7 @@ def check(made: tiny.Tiny, prompt: list[int], result: Result, device: str) -> No
 @pytest.mark.parametrize("device", DEVICES)
 def test_nobody_misses_what_lies_behind_a_window(device: str, made: tiny.Tiny) -> None:
     """Prompts in chunks, beside each other, preempted, forked, and taken up again."""
-    with model.load_engine(made.path, device=device, **SIZES) as llm:
+    with model.load_engine(made.path, device=device, **SIZES, draft="off") as llm:
         runner = llm.runner
         assert runner.window == made.reference.config.sliding_window
         pages = {runner.caches[name].shape[0] for name in runner.model.caches(1)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.kv_pages import list_pages, load_pages, store_rows
+from pykernels.gpu.page_blocks import PageBlocks
 
 from .ops import FP32, Op, Tensors, empty, integers, normal
 
@@ -57,4 +58,16 @@ def _store() -> Op:
     return Op("store_rows", make, run, ("to_k", "to_k_scale"))
 
 
-KV_PAGES = (_list(0), _list(20), _load(), _store())
+def _cross() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return _cache(device)
+
+    def run(t: Tensors) -> None:
+        blocks = PageBlocks([x.flatten(1).view(torch.uint8) for x in t.values()])
+        blocks.gather(2)
+        blocks.scatter(4)
+
+    return Op("page_blocks", make, run, ("k", "k_scale"))
+
+
+KV_PAGES = (_list(0), _list(20), _load(), _store(), _cross())

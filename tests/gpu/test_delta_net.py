@@ -225,7 +225,7 @@ def test_a_decode_step_in_two_launches(
     gate = z.view(T, HV, DV)
     normed = norm_and_shift(found, gate, weight, 1e-5, x, net.conv_state, conv.batch)
     wanted = ref.gated_rms_norm(found.cpu(), gate.cpu(), weight.cpu(), 1e-5, torch.float64)
-    assert_rounded(normed[here], wanted[here])
+    assert_rounded(normed[here].cpu(), wanted[here])
     assert torch.equal(net.conv_state.cpu().nan_to_num(7), wide[2].float().nan_to_num(7))
     used = conv.batch.slots[real(conv.batch)].long().cpu()
     assert_rows(net.state.cpu()[used], wide[3][used].float(), bounds(dtype, device, False))

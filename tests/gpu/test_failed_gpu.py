@@ -53,10 +53,26 @@ def test_a_part_that_fails_ends_the_step(one_launch: bool) -> None:
     made.assert_adds(1, 2, 3)
 
 
+class _Link:
+    """Where they meet; no flag is ever set."""
+
+    passed = 0
+
+    def __init__(self) -> None:
+        self.released, self.given_up = threading.Event(), threading.Event()
+        self.release, self.give_up = self.released.set, self.given_up.set
+
+
 def test_whoever_waits_for_a_failed_gpu_is_released() -> None:
-    released = threading.Event()
-    with Watch().over([_Waits(), _Failed()], released.set):
-        assert released.wait(10)
+    link = _Link()
+    with Watch().over([_Waits(), _Failed()], link):
+        assert link.released.wait(10)
+
+
+def test_gpus_that_wait_for_each_other_are_given_up() -> None:
+    link = _Link()
+    with Watch().over([_Waits(), _Waits()], link, limit_s=0.3):
+        assert link.given_up.wait(10) and not link.released.is_set()
 
 
 @pytest.mark.gpu

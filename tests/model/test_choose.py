@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 import model
 from model.checkpoint.config import read_config
@@ -13,12 +14,15 @@ from model.inspection.subject import open_subject
 from model.load import chosen_for
 from model.opened import open_weights
 from model.planner.choose import chosen_by_plan
-from model.planner.machine_file import parse_machine
+from model.planner.forecast import Forecast
+from model.planner.machine_file import parse_machine, read_machine
 from model.planner.machines import find_machine, shipped
 from model.planner.settings import Case, Wanted
 from runtime.devices.sim.machine import Machine
 from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import ExecutionPlan
+from runtime.planning.lowerable import Lowerable
 
 from ..engine.test_simulated import MACHINE
 from . import tiny
@@ -85,6 +89,33 @@ def test_an_expert_cache_that_pays() -> None:
     assert chosen("qwen3-30b", "bf16", machine).expert_cache == "auto"
     for given in (replace(OPEN, expert_cache="off"), replace(OPEN, experts="cpu")):
         assert not chosen("qwen3-30b", "bf16", machine, given).slots
+
+
+@pytest.mark.parametrize(("tflops", "auto"), [(1e6, "ngram"), (1e-4, "off")])
+def test_drafts_are_checked_where_reading_takes_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tflops: float, auto: str
+) -> None:
+    """As the plan says: more tokens multiply more, but read few experts more than one does."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    cpu = {**MACHINE["cpu"], "kernels": {"default": {"tflops": tflops}}}  # type: ignore[dict-item]
+    file = tmp_path / "machine.yaml"
+    file.write_text(yaml.safe_dump({"name": "mine", "engine": MACHINE["engine"], "cpu": cpu}))
+    plan = planned(str(tmp_path), "--machine", str(file), "--context", "64", "--prompt", "64")
+    assert plan["drafts"]["auto"] == auto  # type: ignore[index]
+
+    def forecast(decoder: Lowerable, plan: ExecutionPlan, pool: object) -> Forecast:
+        return Forecast(decoder, plan, read_machine(file))
+
+    monkeypatch.setattr("model.planner.forecast.forecast_of", forecast)
+    ids, texts = [5, 6, 7, 8] * 8, []
+    for settings in ({}, {"draft": "off"}):
+        with model.load_engine(tmp_path, device="cpu", max_num_seqs=1, **settings) as llm:
+            texts.append(llm.generate(ids, temperature=0, max_tokens=48, ignore_eos=True).token_ids)
+            if not settings:
+                assert llm.engine.config.draft == ("auto" if auto == "ngram" else "off")
+                assert any(line.startswith("drafts: ") for line in llm.decisions)
+                assert (llm.engine.stats.accepted_tokens > 0) == (auto == "ngram")
+    assert texts[0] == texts[1]
 
 
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -98,8 +99,28 @@ def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> No
             assert after.accepted_tokens - before.accepted_tokens > 24
 
 
+def test_auto_drafts_what_repeats_itself_and_nothing_else(llm: LLM) -> None:
+    """The same text in fewer steps; of one that does not repeat itself few drafts are checked."""
+    config = EngineConfig(draft="auto", draft_tokens=5)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    drawn = SamplingParams(seed=5, temperature=1.5, max_tokens=200, ignore_eos=True)
+    asked = ("x = [1, 2, 3]\n" * 12, greedy), ("class Stack:", drawn)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 1, "max_num_logits": 6}
+    runner = cpu_runner(llm.runner.model, llm.pool, 256, 12, **sizes, kernel=llm.kernel)
+    even = map(float, count())  # each step takes as long as any other
+    with Engine(runner, threaded=False, config=config, clock=even.__next__) as engine:
+        checked, steps = list[int](), list[int]()
+        for prompt, params in asked:
+            ids, before = llm.encode(prompt), engine.stats
+            [plain], [found] = (each.generate([ids], params) for each in (llm.engine, engine))
+            assert found.token_ids == plain.token_ids
+            checked.append(engine.stats.draft_tokens - before.draft_tokens)
+            steps.append(engine.stats.steps - before.steps)
+    assert steps[0] < 40 and checked[1] < 10
+
+
 def test_drafts_with_streamed_prompts_are_refused() -> None:
     with pytest.raises(PykernelsError, match="draft='ngram' and prefill='stream'"):
         model.load_engine(model.EMBEDDED, device="ref", draft="ngram", prefill="stream")
     with pytest.raises(PykernelsError, match="draft_tokens=9 without drafts"):
-        model.load_engine(model.EMBEDDED, draft_tokens=9)
+        model.load_engine(model.EMBEDDED, draft="off", draft_tokens=9)

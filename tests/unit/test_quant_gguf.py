@@ -55,7 +55,7 @@ def test_splitting_and_joining_keeps_every_bit(fmt):
     numbers = CODES.get(fmt.name, 2**fmt.bits)
     assert int(blocks.codes.max()) < 2**fmt.bits and blocks.codes.unique().numel() == numbers
     if fmt.small:
-        numbers = {"q6_k": 256, "q2_k": 16, "iq1_s": 23, "iq1_m": 8, **dict.fromkeys(GRIDS, 16)}
+        numbers = {"q6_k": 256, "q2_k": 256, "iq1_s": 23, "iq1_m": 8, **dict.fromkeys(GRIDS, 16)}
         numbers = numbers.get(fmt.name, 64)
         assert blocks.small.unique().numel() == numbers
 
@@ -87,6 +87,11 @@ def test_quantized_as_gguf_does_bit_for_bit(name, scale):
     matrix[5, 31] = 127
     theirs = gguf.quants.quantize(matrix.numpy(), TYPES[name])
     assert np.array_equal(get_format(name).quantize(matrix).data.numpy(), theirs)
+
+
+def test_q2_k_takes_as_many_bytes_packed_as_in_a_file():
+    fmt, (weights, nbytes) = get_format("q2_k"), gguf.GGML_QUANT_SIZES[Type.Q2_K]
+    assert fmt.block_bytes(512) + fmt.scale_bytes(512) == 32 * 512 // weights * nbytes
 
 
 HALF_OF_3 = [0x00, 0x42]

@@ -59,6 +59,7 @@ TABLES = {
     "mixed": "bench.mixed.table",
     "load": "bench.load.table",
     "contexts": "bench.contexts.table",
+    "drafts": "bench.drafts.table",
 }
 """Modules by the command: ``line(row)`` for the terminal, ``tables(results)`` to print at the end,
 and, where it has a plot, ``draw(results, path)``."""

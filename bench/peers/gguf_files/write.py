@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ FAMILIES = {
 }
 """What is written, by ``model_type``."""
 _ROWS = 128
+_AT_ONCE = 8 << 20
+"""Bytes of a call that writes, about."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
             if len(tensor.shape) == 1:
                 w.write_tensor_data(family.vector(config, tensor.name, tensor.shape))
             else:
-                w.write_tensor_data(_matrix(tensor, type_of(tensor.name, tensor.shape, fmt)))
+                own = type_of(tensor.name, tensor.shape, fmt)
+                w.write_tensor_data(_RepeatedRows.of(tensor, own))  # type: ignore[arg-type]
     finally:
         w.close()
 
@@ -140,13 +144,39 @@ def model_file(config: Any, fmt: str, folder: Path, name: str, vocabulary: bool 
     return path
 
 
-def _matrix(tensor: Tensor, fmt: str) -> Any:
-    """Matrices of variance 1 / K, as the file has them in ``fmt``."""
-    K, rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
-    random = np.random.default_rng(rows + K)
-    base = random.standard_normal((min(rows, _ROWS), K), np.float32) / np.float32(K**0.5)
-    if fmt != "f32":
-        weight = get_format(fmt).quantize(torch.from_numpy(base))
-        base = weight.data.view(torch.uint8).numpy()
-    times = -(-rows // len(base))
-    return np.tile(base, (times, 1))[:rows].reshape(*tensor.shape[:-1], -1)
+@dataclass(frozen=True)
+class _RepeatedRows:
+    """A matrix that is a few rows again and again; of an array it has what the writer asks for.
+
+    Attributes:
+        rows: bytes of some of its rows, from the first on.
+        nbytes: of all of them.
+    """
+
+    rows: bytes
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, fmt: str) -> _RepeatedRows:
+        """A matrix of variance 1 / K, as the file has it in ``fmt``."""
+        K, count = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
+        few = min(count, _ROWS)
+        rows = _quantized(few, K, count + K, fmt)
+        return cls(rows, len(rows) // few * count)
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Writes it, without an array of it all: that would take longer than the writing."""
+        many = memoryview(self.rows * max(1, _AT_ONCE // len(self.rows)))
+        for at in range(0, self.nbytes, len(many)):
+            file.write(many[: self.nbytes - at])
+
+
+@lru_cache(maxsize=64)
+def _quantized(few: int, K: int, seed: int, fmt: str) -> bytes:
+    """Rows of K random numbers; layers have the same ones."""
+    random = np.random.default_rng(seed)
+    rows = random.standard_normal((few, K), np.float32) / np.float32(K**0.5)
+    if fmt == "f32":
+        return rows.tobytes()
+    weight = get_format(fmt).quantize(torch.from_numpy(rows))
+    return weight.data.view(torch.uint8).numpy().tobytes()

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.harness.budget import NO_BAR, Bar, Budget
 from bench.harness.timing.rows import Row, attempt, reason
 from runtime.engine import Engine, EngineConfig
 from runtime.kv_cache.layout import PAGE
 from runtime.profiling.engine_speed import Load
 from runtime.runner.paged_runner import PagedRunner
 
-from ..budget import NO_BAR, Bar, Budget
 from ..ways import Way
 from .client import Client
 from .measures import WORKLOADS, behind, beside, decode_length, workload

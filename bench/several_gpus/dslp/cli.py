@@ -16,8 +16,8 @@ from runtime.planning.config import ExecutionConfig
 
 from ...e2e.cli import check_gpu, open_model
 from ...e2e.model_options import ModelOptions
+from ...harness.budget import Budget, Minutes, bar
 from ...harness.keeping.kept import AsJson, Save, keeping
-from ..budget import Budget, Minutes, bar
 from ..ways import check_several
 from .prompts import Prompts, ways_of
 

@@ -17,8 +17,8 @@ from runtime.planning.option import option
 
 from ...e2e.cli import check_gpu, open_model
 from ...e2e.model_options import ModelOptions
+from ...harness.budget import Budget, Minutes, bar
 from ...harness.keeping.kept import AsJson, Save, keeping
-from ..budget import Budget, Minutes, bar
 from ..ways import Way, check_several, count_gpus, named, numbers, on_first, on_some
 
 GPUS = ("tensor", "pipeline")

@@ -18,7 +18,7 @@ from .write import replace_file
 PACKED = "packed.json"
 CONVERTING = "converting.json"
 """The manifest while files are still missing."""
-LAYOUT = 2
+LAYOUT = 3
 """Version of the bytes in these files, which are those of `pykernels.quant.layout`, the same for
 every CPU backend. Add 1 whenever packing the same weights gives other bytes (tile order, blocks or
 scales of a format, sections of `PackedExperts`) or lowering asks for other objects (which matrices

@@ -90,7 +90,7 @@ def tasks(
     chosen = find_tasks(which, data)
     tell_sandbox(bool(chosen.problems))
     with (
-        load_engine(path, execution=execution, max_num_logits=ROWS) as llm,
+        load_engine(path, execution=execution, max_num_logits=ROWS, draft="off") as llm,
         progress() as told,
     ):
         for line in llm.decisions:

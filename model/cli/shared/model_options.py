@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.option import option
 
 from ... import EMBEDDED
@@ -49,7 +50,7 @@ Eager = Annotated[
         " --dtype uses anyway.",
     ),
 ]
-DRAFTS = Choose(only=("draft", "draft_tokens"))
+DRAFTS = Choose(only=("draft", "draft_tokens"), defaults={"draft": AUTO})
 """Of ``EngineConfig``, what is for one output at a time, too."""
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
+from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.option import SettingError
 
@@ -162,9 +163,9 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
             "Leave it out, or --device and rules that name a GPU",
         )
     execution.check_eager()
-    if engine.draft != "off":
-        hint = "Leave out --eager and its kin"
-        raise SettingError("draft", engine.draft, hint, "is for the engine")
+    for name, open_ in (("draft", (AUTO, "off")), ("draft_tokens", (EngineConfig.draft_tokens,))):
+        if (value := getattr(engine, name)) not in open_:
+            raise SettingError(name, value, "Leave out --eager and its kin", "is for the engine")
 
 
 def _tell(llm: LLM, execution: ExecutionConfig) -> None:

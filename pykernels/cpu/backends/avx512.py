@@ -11,7 +11,7 @@ from ..activations.quantize_vectors import make_quantize_row
 from ..activations.row_layout import row_format
 from ..gemm import avx512 as dot_gemm
 from ..gemm import fma_avx512 as fma_gemm
-from ..gemv.avx512 import make_tiles
+from ..gemv.avx512 import make_tiles, takes_slices
 from ..intrin import avx512
 from ..isa import Instructions, instructions, prefers_fma, prefers_int8_slices
 from ..moe.epilogue import Epilogue
@@ -34,6 +34,11 @@ _FMA_LATER = {"bf16": 12, "f16": 12, "q6_k": 12, "q5_k": 16} | dict.fromkeys(
 )
 
 
+_SLICES_FROM = 5
+"""The same where bfloat16 products are fast and a format's tiles multiply int8 slices all the same:
+three for two products of the GEMM, so that tiles win only while memory bounds them."""
+
+
 def make(fmt: str, activations: str) -> Parts:
     """Compiles the parts for this machine. The caller has checked ``registry`` first: compiling for
     a CPU that lacks the instructions aborts."""
@@ -42,9 +47,10 @@ def make(fmt: str, activations: str) -> Parts:
 
 def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
     """The parts by the operations of ``ops``."""
-    how = row_format(fmt, activations, "int8_slices" if ops.int8_slices else "magic")
+    slices = takes_slices(fmt, ops)
+    how = row_format(fmt, activations, "int8_slices" if slices else "magic")
     quantize_row = make_quantize_row(how, "avx512") if how else None
-    tiles = make_tiles(fmt, ops, activations, ops.int8_slices)
+    tiles = make_tiles(fmt, ops, activations, slices)
     interleave_a = PACKINGS[fmt].fours and activations == "bf16"
     if (ops.fma or fmt in WIDE) and activations == "bf16":
         # Multiply-adds take minima into the weights: they need no sums of the inputs.
@@ -82,6 +88,8 @@ def gemm_from(fmt: str, activations: str, target: Target) -> int:
         return _FMA_LATER.get(fmt, _FMA_SLICES_FROM) if activations == "bf16" else _INT8_FROM
     if (prefers_fma(target) or fmt in WIDE) and activations == "bf16":
         return _FMA_LATER.get(fmt, _FMA_FROM)
+    if activations == "bf16" and takes_slices(fmt, instructions(target)):
+        return _SLICES_FROM
     return GEMM_FROM
 
 

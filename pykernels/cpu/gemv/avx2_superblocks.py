@@ -1,10 +1,11 @@
 """AVX2 tiles of integer weights whose scales are small integers under a float of 256 inputs.
 
 As ``avx2_codes``, but a group's integer scale multiplies its integer sums: in the ``vpmaddwd``
-that adds up pairs of words anyway, or after AVX-VNNI's ``vpdpbusd`` in a ``vpmulld``. So the four
-or two groups of a packed tile, 64 inputs, share one conversion to floats and one multiply-add by
-the superblock's float. What the bias of the codes and the minima have added is the sum of each
-group's inputs times its integer, summed up as floats and taken off once.
+that adds up pairs of words anyway, or after AVX-VNNI's ``vpdpbusd`` in a ``vpdpwssd``, or in a
+``vpmulld`` where sums are wider than words. So the four or two groups of a packed tile, 64 inputs,
+share one conversion to floats and one multiply-add by the superblock's float. What the bias of the
+codes and the minima have added is the sum of each group's inputs times its integer, summed up as
+floats and taken off once.
 
 A sum is an exact integer of less than 2**31: codes below 87, scales of 8 bits, slices of 8.
 """
@@ -23,6 +24,7 @@ from ..intrin.avx2 import (
     dot_u8i8,
     dot_words,
     dpbusd,
+    dpwssd,
     fma_f32,
     fnma_f32,
     load_f16,
@@ -43,6 +45,7 @@ from ..intrin.registers import f32x8_array, i32x8_array, pin_i32
 from ..jit import inlined
 from ..weights.codes_avx2 import make_codes
 from ..weights.layout import BIASES, SUPERBLOCKS
+from ..weights.nibbles import OF_8
 from ..words import i64
 from .avx2_group import Group
 
@@ -60,7 +63,10 @@ def make_group(fmt: str, M: int, KEPT: int, VNNI: bool) -> Group:
     """
     codes, of = make_codes(fmt), SUPERBLOCKS[fmt]
     NBYTES, FIRST, STEP, MASK = of.nbytes, of.first, of.step, (1 << of.shift) - 1
-    read, GROUP, TILE_K, MINIMA = codes.rows, codes.k, codes.packing.k_step, of.minima
+    read, GROUP, TILE_K = codes.rows, codes.k, codes.packing.k_step
+    MINIMA, NIBBLES = of.minima, of.nibbles
+    low_as_i32, low_as_word_pairs = OF_8.low_as_i32, OF_8.low_as_word_pairs
+    high_as_f32 = OF_8.high_as_f32
     GROUPS, LOADS, EACH = TILE_K // GROUP, GROUP // 8, max(1, KEPT)
     UNIT, BIAS = np.float32(of.unit), np.float32(BIASES.get(fmt, 0))
     SUMS = M * EACH  # of a side
@@ -68,6 +74,8 @@ def make_group(fmt: str, M: int, KEPT: int, VNNI: bool) -> Group:
     ALL, LOW = SIDES * SUMS, SIDES * M
     # Rows whose pairs of products add up in a word.
     ROWS = min(GROUP // 4, (1 << 15) // (256 * codes.largest))
+    # A group's sum is a word, and the word above its scale, which has no sign, is zero.
+    FIT = MINIMA and 128 * codes.largest * GROUP < 1 << 15
     PER = LOADS if VNNI else max(1, ROWS // 2)  # loads
     WHOLE = np.float32(SUM_UNIT / 256.0 ** (SLICES - KEPT))
 
@@ -82,7 +90,16 @@ def make_group(fmt: str, M: int, KEPT: int, VNNI: bool) -> Group:
 
     @inlined
     def load_scales(at):
+        if NIBBLES:
+            return low_as_i32(at) if VNNI else low_as_word_pairs(at)
         return load_i8_as_i32(at) if VNNI else load_i8_as_word_pairs(at)
+
+    @inlined
+    def load_less(at):
+        """What a group's sum of inputs is multiplied by: its minimum, or its scale for a bias."""
+        if NIBBLES:
+            return high_as_f32(at)
+        return load_u8_as_f32(at + 32) if MINIMA else load_i8_as_f32(at)
 
     @inlined
     def add_load(sums, s, words, i, even, odd, x, scales):
@@ -103,7 +120,9 @@ def make_group(fmt: str, M: int, KEPT: int, VNNI: bool) -> Group:
         """A side's sums of products += what ``add_load`` has added up, times the group's scale."""
         for i in range(SUMS):
             at = s * SUMS + i
-            if VNNI:
+            if VNNI and FIT:
+                sums[at] = pin_i32(dpwssd(sums[at], words[i], scales))
+            elif VNNI:
                 sums[at] = pin_i32(add_i32(sums[at], mul_i32(words[i], scales)))
             elif ROWS >= 2:
                 sums[at] = pin_i32(add_i32(sums[at], dot_words(words[i], scales)))
@@ -145,7 +164,7 @@ def make_group(fmt: str, M: int, KEPT: int, VNNI: bool) -> Group:
                                 add_load(sums, s, words, i, even, odd, x + 64 * j, scales)
                     apply_scale(sums, s, words, scales)
                 if MINIMA or BIAS != 0:
-                    less = load_u8_as_f32(small + 32) if MINIMA else load_i8_as_f32(small)
+                    less = load_less(small)
                     for t in range(M):
                         total = broadcast_f32(sum_of(i64(rows, t), K, group))
                         low[s * M + t] = fma_f32(total, less, low[s * M + t])

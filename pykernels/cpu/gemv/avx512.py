@@ -1,9 +1,10 @@
 """AVX-512 tiles: a packed 32-row block times M tokens (SOSP'25 section 3.2; OSDI'26 section 3.4).
 
-A tile goes through its inputs block by block (``avx512_block``), adds up in memory, and prefetches
-ahead. bf16 inputs as int8 slices are four of them, of which the lowest is zero where none of a
-block's 128 inputs is much smaller than the largest: in 99 % of the blocks of normal inputs, in 86 %
-of SiLU's products of such. Then three are multiplied, with the same result.
+A tile goes through its inputs block by block (``avx512_block``, or ``avx512_superblocks`` where
+integers meet integers under small scales), adds up in memory, and prefetches ahead. bf16 inputs as
+int8 slices are four of them, of which the lowest is zero where none of a block's 128 inputs is much
+smaller than the largest: in 99 % of the blocks of normal inputs, in 86 % of SiLU's products of
+such. Then three are multiplied, with the same result.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ..jit import inlined, kernel, linked, routine
 from ..weights.dequant import make_reader
 from ..weights.layout import packed_bytes
 from ..words import i64
-from .avx512_block import make_block
+from . import avx512_superblocks
+from .avx512_block import Block, make_block
 from .common import ahead, by_tokens
-from .dot import Products, make_products
+from .dot import make_products
 
 
 def make_tile(
@@ -36,14 +38,14 @@ def make_tile(
     Args:
         int8_slices: whether bf16 activations meet integer weights as int8 slices.
     """
-    products = _products(fmt, M, ops, activations, SHORT if int8_slices else 0)
-    block_of = make_block(fmt, M, ops, activations, products)
+    kept = SHORT if int8_slices else 0
+    block_of, chains = _block(fmt, M, ops, activations, kept)
     DISTANCE, FURTHER, BLOCK = block_of.distance, block_of.further, packed_bytes(fmt)
     multiply = block_of.multiply
-    if products.slices:
+    if kept and make_reader(fmt, ops).codes:
         multiply = _short_or_whole(fmt, M, ops, multiply)
 
-    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{products.chains}")
+    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{chains}")
     def tile(w, then, scale, first, last, K, rows, tables, out):
         if first == 0:
             for i in range(2 * M):
@@ -58,10 +60,14 @@ def make_tile(
     return tile
 
 
-def _products(fmt: str, M: int, ops: Instructions, activations: str, slices: int) -> Products:
+def _block(fmt: str, M: int, ops: Instructions, activations: str, slices: int) -> tuple[Block, int]:
+    """How a block is multiplied, and the chains of an accumulator."""
+    if fmt in avx512_superblocks.FORMATS and (slices or activations == "int8"):
+        return avx512_superblocks.make_block(fmt, M, ops, slices), max(1, slices)
     # Many tokens are chains enough to hide a product's latency.
     chains = 1 if activations == "int8" and M > 4 else 2
-    return make_products(fmt, ops, activations, chains, slices)
+    products = make_products(fmt, ops, activations, chains, slices)
+    return make_block(fmt, M, ops, activations, products), products.chains
 
 
 def _short_or_whole(fmt: str, M: int, ops: Instructions, short: Callable) -> Callable:
@@ -69,8 +75,7 @@ def _short_or_whole(fmt: str, M: int, ops: Instructions, short: Callable) -> Cal
 
     Where one is not, all are multiplied, by a routine: inlined, the tile would be twice as long.
     """
-    block_of = make_block(fmt, M, ops, "bf16", _products(fmt, M, ops, "bf16", SLICES))
-    multiply_whole = block_of.multiply
+    multiply_whole = _block(fmt, M, ops, "bf16", SLICES)[0].multiply
 
     @routine(9, f"{fmt}-m{M}-{ops.name}")
     def whole(w, near, far, scale, block, K, rows, tables, out):
@@ -90,6 +95,12 @@ def _short_or_whole(fmt: str, M: int, ops: Instructions, short: Callable) -> Cal
             short(w, near, far, scale, block, K, rows, tables, out)
 
     return multiply
+
+
+def takes_slices(fmt: str, ops: Instructions) -> bool:
+    """Whether bf16 activations meet a format's weights as int8 slices, where it has the choice:
+    where that is faster for all formats, and for those that scale their sums as integers."""
+    return ops.int8_slices or (ops.vnni and fmt in avx512_superblocks.FORMATS)
 
 
 def make_tiles(fmt: str, ops: Instructions, activations: str, int8_slices: bool = False) -> Any:

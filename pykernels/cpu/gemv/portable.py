@@ -226,6 +226,16 @@ def _i8(address, index):
 
 
 @inlined
+def _low_nibble(address, index):
+    return types.float32(carray(as_pointer(address), (index + 1,), types.uint8)[index] & 15)
+
+
+@inlined
+def _high_nibble(address, index):
+    return types.float32(carray(as_pointer(address), (index + 1,), types.uint8)[index] >> 4)
+
+
+@inlined
 def _nvfp4(scale, group, n):
     at = scale + (group >> 4) * SUPER_NVFP4
     codes = carray(as_pointer(at + 128 + 32 * (group & 15)), (32,), types.uint8)
@@ -236,7 +246,9 @@ def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     """A group's factor and minimum."""
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
     UNIT = np.float32(of.unit)
-    small = _u8 if of.minima else _i8
+    small, less, LESS = _u8 if of.minima else _i8, _u8, 32
+    if of.nibbles:
+        small, less, LESS = _low_nibble, _high_nibble, 0
 
     @inlined
     def factor(scale, group, n):
@@ -246,7 +258,7 @@ def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     @inlined
     def minimum(scale, group, n):
         at = scale + (group >> SHIFT) * NBYTES
-        return _half(at + 64, n) * UNIT * small(at + FIRST + 32 + STEP * (group & MASK), n)
+        return _half(at + 64, n) * UNIT * less(at + FIRST + LESS + STEP * (group & MASK), n)
 
     return factor, minimum
 

@@ -436,6 +436,12 @@ def dpbusd(builder, total, a, b):
     return llvm(builder, "llvm.x86.avx512.vpdpbusd.256", _I32X8, total, a, b)
 
 
+@emits(i32x8, i32x8, i32x8, i32x8)
+def dpwssd(builder, total, a, b):
+    """``total`` plus, of 16 signed words by 16, the sums of pairs (``vpdpwssd``, AVX-VNNI)."""
+    return llvm(builder, "llvm.x86.avx512.vpdpwssd.256", _I32X8, total, a, b)
+
+
 @emits(i32x8, i32x8, i32x8)
 def sign_i8(builder, a, b):
     """32 bytes ``a``, negated where ``b`` is negative, 0 where it is 0 (``vpsignb``)."""

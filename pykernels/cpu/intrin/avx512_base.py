@@ -98,6 +98,19 @@ def dot_u8i8(typingctx, acc, a, b):
     return i32x16(i32x16, u8x64, u8x64), codegen
 
 
+@intrinsic
+def dot_words(typingctx, acc, a, b):
+    """``acc[n] + a[2n] * b[2n] + a[2n + 1] * b[2n + 1]`` of signed words: ``vpmaddwd`` and an
+    addition."""
+
+    def codegen(context, builder, sig, args):
+        acc, a, b = args
+        a, b = (builder.bitcast(x, _I16X32) for x in (a, b))
+        return builder.add(acc, llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _I32X16, a, b))
+
+    return i32x16(i32x16, i32x16, i32x16), codegen
+
+
 def _lookup(builder, tables, index):
     """``vpshufb`` in every 16-byte part of the tables; the upper bits of the index choose one."""
     parts = []

@@ -250,6 +250,20 @@ def dot_u8i8(typingctx, acc, a, b):
 
 
 @intrinsic
+def dot_words(typingctx, acc, a, b):
+    """``acc[n] + a[2n] * b[2n] + a[2n + 1] * b[2n + 1]`` of signed 16-bit words (``vpdpwssd``)."""
+
+    def codegen(context, builder, sig, args):
+        acc, a, b = args
+        # The operands' type, as of ``dot_u8i8``.
+        if llvm_version_info[0] >= 22:
+            a, b = (builder.bitcast(x, ir.VectorType(ir.IntType(16), 32)) for x in (a, b))
+        return llvm(builder, "llvm.x86.avx512.vpdpwssd.512", _I32X16, acc, a, b)
+
+    return i32x16(i32x16, i32x16, i32x16), codegen
+
+
+@intrinsic
 def zero_i32(typingctx):
     """16 zeros."""
     return i32x16(), lambda context, builder, sig, args: ir.Constant(_I32X16, None)

@@ -27,11 +27,12 @@ from ..intrin.avx2 import (
     xor_i32,
 )
 from ..jit import inlined
+from . import nibbles
 from .factors import Factors, make_factors
 from .layout import BIASES, PACKINGS, SCALE_K, TERNARY, UNITS, Packing
 from .lookup import CODES_FROM, IQ4_NL_SIGNED, MXFP4_CODES, OF_CODES
 
-FACTORS = make_factors(avx2, 8)
+FACTORS = make_factors(avx2, nibbles.OF_8, 8)
 """By format name; the ``part`` is a quarter of the block."""
 
 _E4M3_MASK = 0x87F087F0

@@ -17,6 +17,7 @@ import numpy as np
 from ..jit import inlined
 from ..words import f32
 from .layout import GROUP_HALVES, GROUP_ZERO, SUPER_NVFP4, SUPERBLOCKS, TERNARY, Superblock
+from .nibbles import Nibbles
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Factors:
     minimum: Callable | None = None
 
 
-def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
+def make_factors(vectors: Any, nibbles: Nibbles, N: int) -> dict[str, Factors]:
     """By format name, in vectors of N outputs.
 
     Args:
         vectors: the module of intrinsics, ``intrin.avx512`` or ``intrin.avx2``.
+        nibbles: loads of halves of bytes into these vectors.
     """
     broadcast_f32, load_f32 = vectors.broadcast_f32, vectors.load_f32
     load_bf16, load_f16, mul_f32 = vectors.load_bf16, vectors.load_f16, vectors.mul_f32
@@ -87,6 +89,9 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         SHIFT, MASK, NBYTES = of.shift, (1 << of.shift) - 1, of.nbytes
         FIRST, STEP, UNIT = of.first, of.step, np.float32(of.unit)
         load_small = load_u8_as_f32 if of.minima else load_i8_as_f32
+        load_less, LESS = load_u8_as_f32, 32  # bytes behind a group's scales
+        if of.nibbles:
+            load_small, load_less, LESS = nibbles.low_as_f32, nibbles.high_as_f32, 0
 
         @inlined
         def factor(scale, group, part):
@@ -99,7 +104,7 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         @inlined
         def minimum(scale, group, part):
             at = scale + (group >> SHIFT) * NBYTES
-            small = load_small(at + FIRST + 32 + STEP * (group & MASK) + N * part)
+            small = load_less(at + FIRST + LESS + STEP * (group & MASK) + N * part)
             if UNIT != 1:
                 small = mul_f32(small, broadcast_f32(UNIT))
             return mul_f32(load_f16(at + 64 + 2 * N * part), small)

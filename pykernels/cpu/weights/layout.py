@@ -158,11 +158,13 @@ class Superblock:
         minima: whether halves and bytes of the scales are followed by those of the minima; the
             bytes are unsigned then, else signed.
         unit: what the halves are multiplied by: a power of two.
+        nibbles: whether a byte holds a group's scale in its low half, its minimum in the high one.
     """
 
     shift: int
     minima: bool
     unit: float = 1.0
+    nibbles: bool = False
 
     @property
     def first(self) -> int:
@@ -172,7 +174,7 @@ class Superblock:
     @property
     def step(self) -> int:
         """Bytes of a group."""
-        return 64 if self.minima else 32
+        return 64 if self.minima and not self.nibbles else 32
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +184,7 @@ class Superblock:
 SUPERBLOCKS = {
     **dict.fromkeys(("q4_k", "q5_k"), Superblock(3, minima=True)),
     **dict.fromkeys(("q6_k", "q3_k"), Superblock(4, minima=False)),
-    "q2_k": Superblock(4, minima=True),
+    "q2_k": Superblock(4, minima=True, nibbles=True),
     **dict.fromkeys(("iq4_xs", "iq3_s"), Superblock(3, minima=False)),
     "iq3_xxs": Superblock(3, minima=False, unit=0.5),
     **dict.fromkeys(("iq2_s", "iq2_xs"), Superblock(4, minima=False, unit=1 / 8)),

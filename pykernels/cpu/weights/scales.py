@@ -11,6 +11,7 @@ from ..intrin import avx512
 from ..intrin.avx512 import broadcast_f32, load_f16, load_u8_as_f32, mul_f32
 from ..intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from ..jit import inlined
+from . import nibbles
 from .factors import make_factors
 from .layout import SCALE_K, SUPERBLOCKS, Superblock
 
@@ -50,11 +51,12 @@ def _bf16_powers(scale, group, half):
 def _superblock(of: Superblock) -> Scales:
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
     UNIT = np.float32(of.unit)
+    load_small = nibbles.OF_16.low_as_word_pairs if of.nibbles else load_i8_as_word_pairs
 
     @inlined
     def small(scale, group, half):
         at = scale + (group >> SHIFT) * NBYTES
-        return load_i8_as_word_pairs(at + FIRST + STEP * (group & MASK) + 16 * half)
+        return load_small(at + FIRST + STEP * (group & MASK) + 16 * half)
 
     @inlined
     def super_factor(scale, group, half):
@@ -87,6 +89,6 @@ _MORE = {
 
 SCALES = {
     fmt: replace(_MORE.get(fmt, Scales()), k=SCALE_K[fmt], factor=f.factor, minimum=f.minimum)
-    for fmt, f in make_factors(avx512, 16).items()
+    for fmt, f in make_factors(avx512, nibbles.OF_16, 16).items()
 }
 """By format name."""

@@ -204,7 +204,7 @@ def _half_q2_k(row, scale_row, g, i):
 
 @inlined
 def _byte_q2_k(row, scale_row, g, i):
-    return types.uint8((u8(row + 84 * g + i // 2) >> types.uint32(4 * (i % 2))) & types.uint32(15))
+    return types.uint8(u8(row + 84 * g + i))
 
 
 @inlined
@@ -265,7 +265,7 @@ SOURCES = {
     "q5_k": Source(5, _quad_q5_k, 256, _half_q5_k, halves=2, small=16, byte=_byte_q5_k),
     "q6_k": Source(6, _quad_q6_k, 256, _half_q6_k, small=16, byte=_byte_q6_k),
     "q3_k": Source(3, _quad_q3_k, 256, _half_q3_k, small=16, byte=_byte_q3_k),
-    "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=32, byte=_byte_q2_k),
+    "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=16, byte=_byte_q2_k),
     "iq4_xs": Source(4, _quad_iq4_xs, 256, _half_iq4_xs, small=8, byte=_byte_iq4_xs),
     **GRID_SOURCES,
     **TERNARY_SOURCES,

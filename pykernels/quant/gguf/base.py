@@ -5,8 +5,8 @@
 github.com/ggml-org/llama.cpp; what the numbers are: its Python package ``gguf``.
 
 Packed, codes are fours (see ``layout``) and the scales of 32 rows are one stream over the blocks of
-a row: for each block the rows' fp16 scales, then their small ones (6 or 8 bits, a byte each), in
-columns of 32 rows.
+a row: for each block the rows' fp16 scales, then their small ones (6 or 8 bits, a byte each, or two
+of 4 bits in one), in columns of 32 rows.
 """
 
 from __future__ import annotations

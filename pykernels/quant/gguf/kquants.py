@@ -16,7 +16,9 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 
 class Affine(GGUF):
-    """Superblocks of 256 inputs: ``w = d * sc * code - dmin * m``; ``small`` is sc and m in turns.
+    """Superblocks of 256 inputs: ``w = d * sc * code - dmin * m``.
+
+    ``small`` is what ``joined`` makes of the groups' sc and m: these in turns.
 
     Attributes:
         groups: of a superblock, each with an ``sc`` and an ``m``.
@@ -45,15 +47,25 @@ class Affine(GGUF):
             torch.where(d > 0, s / d, 0).round().clamp(0, self.most).to(torch.uint8)
             for s, d in zip(fitted, halves.float().T[..., None], strict=True)
         ]
-        small = torch.stack(steps, dim=2).view(-1, 2 * self.groups)
+        small = self.joined(*steps)
         scale, low = self._scales(Blocks(x, halves, small))
         codes = torch.where(scale > 0, (groups + low) / scale, 0).round().clamp(0, self.levels)
         return Blocks(codes.to(torch.uint8).view(-1, 256), halves, small)
 
     def _scales(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale, low) of every group, float32 [B, groups, 1]."""
-        small = blocks.small.view(-1, self.groups, 2) * blocks.halves.float()[:, None]
-        return small[..., :1], small[..., 1:]
+        d, low = blocks.halves.float()[..., None].unbind(1)  # [B, 1]
+        sc, m = self.parted(blocks.small)
+        return (sc * d)[..., None], (m * low)[..., None]
+
+    def joined(self, sc: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        """uint8 [B, groups] each -> ``Blocks.small``."""
+        return torch.stack((sc, m), dim=2).view(-1, self.small)
+
+    def parted(self, small: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverse of ``joined``."""
+        sc, m = small.view(-1, self.groups, 2).unbind(2)
+        return sc, m
 
 
 class AffineK(Affine):
@@ -61,7 +73,7 @@ class AffineK(Affine):
 
     A stored superblock: fp16 ``d``, ``dmin``; 12 bytes with 8 ``sc`` and 8 ``m``; for 5 bits, 32
     bytes whose bit ``g`` is bit 4 of group g's codes; 128 bytes with the low 4 bits, group 2 i in
-    the low halves of 32 bytes and group 2 i + 1 in the high ones. ``small`` is sc and m in turns.
+    the low halves of 32 bytes and group 2 i + 1 in the high ones.
 
     Args:
         bits: 4 or 5.
@@ -89,10 +101,10 @@ class AffineK(Affine):
         codes = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
         if self.bits == 5:
             codes |= (raw[:, 16:48, None] >> _SHIFTS & 1).transpose(1, 2) << 4
-        return Blocks(codes.view(-1, 256), halves, torch.stack((sc, m), dim=2).view(-1, 16))
+        return Blocks(codes.view(-1, 256), halves, self.joined(sc, m))
 
     def join(self, blocks: Blocks) -> torch.Tensor:
-        sc, m = blocks.small.view(-1, 8, 2).unbind(2)
+        sc, m = self.parted(blocks.small)
         a, b = (s[:, :4] | s[:, 4:] >> 4 << 6 for s in (sc, m))
         c = sc[:, 4:] & 15 | (m[:, 4:] & 15) << 4
         codes = blocks.codes.view(-1, 8, 32)

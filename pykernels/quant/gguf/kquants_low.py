@@ -30,25 +30,28 @@ class Q2K(Affine):
     """Q2_K: ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4 bits for 16 inputs.
 
     A stored superblock: 16 bytes, ``sc`` in their low halves and ``m`` in the high ones; 64 bytes
-    with the codes; fp16 ``d``, ``dmin``. ``small`` is sc and m in turns.
+    with the codes; fp16 ``d``, ``dmin``. ``small`` is those 16 bytes, packed too.
     """
 
     name, bits, levels = "q2_k", 2, 3
     error = "0.5 of the widest range (0 included) of a superblock's groups, and 6e-5 (fp16 scales)"
     groups, most = 16, 15
     share = 0.5
-    stored_bytes, halves_at, halves, small = 84, slice(80, 84), 2, 32
+    stored_bytes, halves_at, halves, small = 84, slice(80, 84), 2, 16
     grids = tuple(i / 10 for i in range(-5, 11))
 
     def split(self, raw: torch.Tensor) -> Blocks:
-        scales = raw[:, :16]
-        small = torch.stack((scales & 15, scales >> 4), dim=2).view(-1, 32)
-        return Blocks(unpack_twos(raw[:, 16:80]), self.stored_halves(raw), small)
+        return Blocks(unpack_twos(raw[:, 16:80]), self.stored_halves(raw), raw[:, :16].contiguous())
 
     def join(self, blocks: Blocks) -> torch.Tensor:
-        sc, m = blocks.small.view(-1, 16, 2).unbind(2)
-        parts = (sc | m << 4, pack_twos(blocks.codes), blocks.halves.view(torch.uint8))
+        parts = (blocks.small, pack_twos(blocks.codes), blocks.halves.view(torch.uint8))
         return torch.cat(parts, dim=1)
+
+    def joined(self, sc: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return sc | m << 4
+
+    def parted(self, small: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return small & 15, small >> 4
 
 
 class Q3K(GGUF):

@@ -83,13 +83,19 @@ def fewest(times: Sequence[float]) -> int:
     return next(number for number, seconds in enumerate(times) if seconds <= enough)
 
 
+def some_layers(plan: ExecutionPlan, model: Lowerable) -> tuple[Lowerable, float]:
+    """The model with few of its layers, whose steps are compiled soon, and how many each stands
+    for; with all of them where the plan goes by their numbers."""
+    by_number = plan.placement.by_layer or plan.placement.kv_in_main
+    return (model, 1.0) if by_number else model.thinned(LAYERS)
+
+
 def step_seconds(
     plan: ExecutionPlan, model: Lowerable, machine: Machine, load: Load, most: int
 ) -> list[float]:
     """Seconds of a decode step with 0, 1, 2, ... experts deferred, up to ``most`` or where two in
     turn bring nothing."""
-    by_number = plan.placement.by_layer or plan.placement.kv_in_main  # of layers: all are needed
-    some, stretch = (model, 1.0) if by_number else model.thinned(LAYERS)
+    some, stretch = some_layers(plan, model)
     times = list[float]()
     for deferred in range(most + 1):
         part = compile(some, replace(plan, deferred=deferred), Phase.DECODE, load.tokens)

@@ -35,11 +35,18 @@ class Routing:
     def rows(
         self, E: int, topk: float, tokens: float, first: int = 0, last: int = -1
     ) -> tuple[tuple[float, float], ...]:
-        """Returns for each expert the chance that any token takes it, and how many then do; the
-        arguments are ``distinct``'s."""
-        each = self.taken(E, topk)[first : None if last < 0 else last]
-        chances = [(1 - (1 - q) ** tokens, q * tokens) for q in each if q > 0]
-        return tuple((chance, mean / chance) for chance, mean in chances)
+        """Returns for each expert the chance that one token takes it, with 1, and that several do,
+        with how many then do; the arguments are ``distinct``'s.
+
+        Few tokens mostly take an expert alone: its time is another kernel's than that of the mean.
+        """
+        found = list[tuple[float, float]]()
+        for q in self.taken(E, topk)[first : None if last < 0 else last]:
+            one = min(1.0, tokens * q * (1 - q) ** (tokens - 1)) if q < 1 or tokens == 1 else 0.0
+            several = 1 - (1 - q) ** tokens - one
+            found += [(one, 1.0)] if one > 0 else []
+            found += [(several, (q * tokens - one) / several)] if several > 1e-9 else []
+        return tuple(found)
 
     def share(self, E: int, topk: float, first: int = 0, last: int = -1) -> float:
         """The part of all choices that falls on these experts."""

@@ -24,6 +24,11 @@ MakeDrafter = Callable[[], Drafter]
 """Makes the drafter of one output."""
 
 
+AT_ONCE = 4096
+"""Tokens of a prompt that are looked at in a step, so that none waits long for it: a millisecond or
+two."""
+
+
 class PromptLookup:
     """What came behind the same tokens before, in the prompt or the output (prompt lookup decoding,
     Saxena 2023). Where that is the end of the text, it repeats itself.
@@ -39,8 +44,9 @@ class PromptLookup:
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See ``Drafter``."""
         size, end = self._size, len(tokens)
-        for place in range(self._seen, end):
+        last = max(self._seen, min(end, self._seen + AT_ONCE))
+        for place in range(self._seen, last):
             self._behind[tuple(tokens[place - size : place])] = place
-        self._seen = max(self._seen, end)
+        self._seen = last
         place = self._behind.get(tuple(tokens[-size:]), end)
         return [tokens[place + i % (end - place)] for i in range(most)] if place < end else []

@@ -14,6 +14,7 @@ from ...runner.constraint import MaskedOutput
 from ...runner.counts import TokenCounts
 from ...runner.routing import RoutedLayer, RoutingLog
 from ...runner.sampling_params import MAX_SEED, SamplingParams
+from .acceptance import Acceptance
 from .drafters import Drafter
 from .outputs import FinishReason, RequestStats, TokenLogprob
 from .text import TextStream
@@ -50,11 +51,12 @@ class Request:
         text: of a request with stop strings, else None.
         routing: of a request that asks for its experts, else None.
         streamed: whether each token is an event; otherwise only the end is.
-        drafter: of its next tokens, else None.
+        drafter: of its next tokens, else None; ``acceptance``: how often its drafts were right.
         deadline: on the clock of ``time.perf_counter``.
     """
 
     __slots__ = (
+        "acceptance",
         "admitted_at",
         "cached",
         "computed",
@@ -130,6 +132,7 @@ class Request:
             bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
             self.early = SequenceSampling(params, seed, counts, bias, mask)
         self.drafter: Drafter | None = None
+        self.acceptance = Acceptance()
         self.table = PageTable(forks=params.n > 1)
         self.state = State.NEW
         self.reason: FinishReason | None = None

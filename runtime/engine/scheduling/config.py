@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pykernels.errors import PykernelsError
 
 from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
-from .draft_limits import DRAFTERS, MOST_DRAFTS, check_drafts
+from .draft_limits import AUTO, AUTO_ROWS, DRAFTERS, MOST_DRAFTS, check_drafts
 from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class EngineConfig:
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
-            1,024; 0: no snapshots.
+            1,024, or as many as a step has where all experts cross to a GPU in each; 0: no
+            snapshots.
         snapshots: that are kept besides the states of running sequences, the most recently used
             ones; None: as many as ``max_num_seqs``.
         target_itl_ms: inter-token time to keep while a prompt is read in parallel with running
@@ -99,9 +100,12 @@ class EngineConfig:
         ageing_seconds: a request that has waited so much longer than another is served as if its
             priority were better by one.
         draft: where drafts of an output's next tokens come from, all of which one step checks:
-            "ngram": what came behind the same tokens before (prompt lookup); "off": there are
-            none. What is drawn is the same.
+            "ngram": what came behind the same tokens before (prompt lookup); "auto": these too,
+            where drafts of the output were right so often of late that more are worth their time;
+            "off": there are none. What is drawn is the same, but where rounding decides.
         draft_tokens: drafts of an output in a step, at most.
+        draft_times: of "auto": times as long as a step without drafts those take that check 1, 2,
+            ... of one sequence, as predicted; empty: by steps that have run alone.
         overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
             is drawn is the same.
 
@@ -179,7 +183,7 @@ class EngineConfig:
         " which a later prompt is read on; 0: none.",
         "N",
         kind=int,
-        shown="1024",
+        shown="1024; a step's where experts cross to a GPU",
         least=0,
     )
     snapshots: int | None = None
@@ -217,12 +221,14 @@ class EngineConfig:
     draft: str = option(
         "off",
         "Guess an output's next tokens, and check them in one step: by what came behind the same"
-        " tokens before (ngram). The text is the same.",
-        "ngram|off",
+        " tokens before (ngram), or so where that pays (auto). The text is the same, but where"
+        " rounding decides between two tokens.",
+        "auto|ngram|off",
     )
     draft_tokens: int = option(
         4, "Guessed tokens of an output in a step, at most.", "N", kind=int, least=1
     )
+    draft_times: tuple[float, ...] = ()
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -233,8 +239,8 @@ class EngineConfig:
             if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name in _OR_NONE else 1, most)
         check_whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTS)
-        check_one_of("draft", self.draft, (*DRAFTERS, "off"))
-        if self.draft != "off":
+        check_one_of("draft", self.draft, (*DRAFTERS, AUTO, "off"))
+        if self.draft in DRAFTERS:
             check_drafts(self.draft_tokens, self)
         for name in ("target_itl_ms", "ageing_seconds"):
             value = getattr(self, name)
@@ -321,4 +327,7 @@ class EngineConfig:
         """``max_num_logits``, or as many as drafts take; None: one per sequence."""
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
-        return self.max_num_seqs * (1 + self.draft_tokens)
+        every = self.max_num_seqs * (1 + self.draft_tokens)
+        if self.draft == AUTO:  # drafts of many sequences at once do not pay
+            return min(every, self.max_num_seqs + AUTO_ROWS)
+        return every

@@ -7,6 +7,12 @@ from pykernels.errors import PykernelsError
 DRAFTERS = ("ngram",)
 """Where drafts come from, by name."""
 
+AUTO = "auto"
+"""From such a drafter, where they are worth it."""
+
+AUTO_ROWS = 16
+"""Drafts of all outputs in a step, at most, where they are checked if that pays."""
+
 MOST_DRAFTS = 256
 """Most drafts of an output in a step."""
 

@@ -4,11 +4,14 @@ A step computes a sequence's last token and its drafts, and draws a token behind
 behind the same tokens without drafts: random numbers go by a sequence's seed and the number of the
 token. So drafts are accepted as far as they are what was drawn, one token more comes with them, and
 the text is the same with any drafts and with none.
+
+With a ``DraftPolicy`` steps check those that are worth it; without one, all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from pykernels.errors import PykernelsError
 
@@ -16,8 +19,41 @@ from ...kv_cache import BlockManager
 from ...runner.batch import Runner
 from ..requests.drafters import MakeDrafter
 from ..requests.request import Request, State
-from .draft_limits import check_drafts
+from .config import EngineConfig
+from .draft_limits import AUTO, check_drafts
+from .draft_policy import DraftPolicy
 from .step import ScheduledStep
+
+
+def drafts_of(
+    config: EngineConfig,
+    make: MakeDrafter | None,
+    runner: Runner,
+    lost: dict[Request, Exception],
+) -> Drafts | None:
+    """The drafts that an engine is configured for; None: none, nor can a runner have any where it
+    is left open.
+
+    Args:
+        make: in place of the configuration's drafters.
+        lost: see ``Drafts``.
+
+    Raises:
+        PykernelsError: see ``Drafts``.
+    """
+    if make is None and config.draft == AUTO and why_none(config, runner):
+        return None
+    make = make or config.drafter
+    policy = DraftPolicy(config.draft_times) if config.draft == AUTO else None
+    return None if make is None else Drafts(make, config.draft_tokens, runner, lost, policy)
+
+
+def why_none(config: EngineConfig, runner: Runner) -> str:
+    """Why a runner cannot check drafts, as a clause; "": it can. Weights need not be there."""
+    room = min(runner.max_num_batched_tokens, runner.max_num_logits)
+    if config.draft_tokens >= room:
+        return f"a step has room for {room} token{'s' * (room > 1)}"
+    return runner.why_no_drafts
 
 
 def check_taken_back(runner: Runner) -> None:
@@ -34,16 +70,22 @@ class Drafts:
         make: makes the drafter of a request.
         most: of a sequence in a step.
         lost: the errors of drafters are put here, by request.
+        policy: says which are worth checking; None: all are.
 
     Raises:
         PykernelsError: a step of the runner has no room for so many, or cannot take them back.
     """
 
     def __init__(
-        self, make: MakeDrafter, most: int, runner: Runner, lost: dict[Request, Exception]
+        self,
+        make: MakeDrafter,
+        most: int,
+        runner: Runner,
+        lost: dict[Request, Exception],
+        policy: DraftPolicy | None = None,
     ) -> None:
         self._make, self._most, self._vocab_size = make, most, runner.vocab_size
-        self._lost = lost
+        self._lost, self._policy = lost, policy
         check_taken_back(runner)
         check_drafts(most, runner)
 
@@ -54,20 +96,65 @@ class Drafts:
         except Exception as error:  # it fails alone, with its first token
             self._lost[request] = error
 
-    def propose(self, decoding: Iterable[Request]) -> dict[Request, list[int]]:
-        """What the drafters say, of those that say anything."""
-        proposed = ((r, self._proposed(r, r.tokens, r.most_drafts)) for r in decoding)
-        return {request: drafts for request, drafts in proposed if drafts}
+    def propose(self, decoding: Sequence[Request]) -> dict[Request, list[int]]:
+        """What is worth checking of what the drafters say, of those that say anything."""
+        may = [r for r in decoding if self.may_have(r, r.most_drafts, len(decoding))]
+        proposed = ((r, self._proposed(r, r.tokens, r.most_drafts)) for r in may)
+        return self._worth({r: drafts for r, drafts in proposed if drafts}, len(decoding))
 
     def any_behind(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
         """Whether there will be drafts behind what a step has drawn, while the next step is
         scheduled already, without any."""
+        found: dict[Request, list[int]] = {}
         for request, row in zip(step.sampled, step.rows, strict=True):
             most = request.most_drafts + 1  # that step has taken one
             if request.state is State.RUNNING and most > 1:
-                if self._proposed(request, [*request.tokens, sampled_token_ids[row]], most):
-                    return True
-        return False
+                if self.may_have(request, most, len(step.sampled)):
+                    tokens = [*request.tokens, sampled_token_ids[row]]
+                    if drafts := self._proposed(request, tokens, most):
+                        found[request] = drafts
+        return bool(self._worth(found, len(step.sampled)))
+
+    def may_have(self, request: Request, most: int, sequences: int) -> bool:
+        """Whether a step of so many sequences may check drafts of a request, ``most`` at most."""
+        if most <= 0 or self._policy is None:
+            return most > 0
+        return self._policy.may_pay(sequences, request.acceptance.rate, min(most, self._most))
+
+    def _worth(
+        self, proposed: dict[Request, list[int]], sequences: int
+    ) -> dict[Request, list[int]]:
+        """Those of the drafts that are worth checking in a step of so many sequences."""
+        if self._policy is None or not proposed:
+            return proposed
+        offered = [(r.acceptance.rate, len(drafts)) for r, drafts in proposed.items()]
+        pairs = zip(proposed, self._policy.counts(sequences, offered), strict=True)
+        return {request: proposed[request][:count] for request, count in pairs if count}
+
+    def watch(self, step: ScheduledStep) -> None:
+        """Learns from a step whose tokens are delivered how often drafts are right, those that it
+        has not checked too."""
+        if self._policy is None:
+            return
+        for i, request in enumerate(step.decoding):
+            if request.state is not State.RUNNING:
+                continue
+            if step.drafts and step.drafts[i]:
+                request.acceptance.add(step.num_accepted[i], len(step.drafts[i]))
+            else:
+                propose = partial(self._proposed, request, request.tokens, request.most_drafts)
+                request.acceptance.watch(request.tokens, propose)
+
+    def timed(self, step: ScheduledStep, ended: float, alone: bool) -> None:
+        """A step has ended.
+
+        Args:
+            alone: whether nothing but sequences that decode was in it, and nothing ran beside it.
+        """
+        if self._policy is not None and alone:
+            self._policy.timed(len(step.decoding), step.T, ended)
+        elif self._policy is not None:
+            self._policy.pause()
 
     def _proposed(self, request: Request, tokens: Sequence[int], most: int) -> list[int]:
         most = min(self._most, most)

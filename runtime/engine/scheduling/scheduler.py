@@ -76,6 +76,9 @@ class Scheduler(Queues):
 
     def add_prefill_stream(self, runner: Runner) -> PrefillStream | None:
         """Called once the runner is bound."""
+        snapshots = self.manager.snapshots
+        if runner.streams_from and snapshots is not None and self._config.snapshot_tokens is None:
+            snapshots.stretch = self.budget // self.page_size
         if self._config.prefill_yield:
             self._streams_from = runner.streams_from
         if self._streams_from:
@@ -175,7 +178,10 @@ class Scheduler(Queues):
 
     def may_draft(self, step: ScheduledStep) -> bool:
         """Whether the next step may have drafts, which follow from what this one draws."""
-        return self._drafts is not None and any(r.most_drafts > 0 for r in step.sampled)
+        if self._drafts is None:
+            return False
+        may, count = self._drafts.may_have, len(step.sampled)
+        return any(may(request, request.most_drafts, count) for request in step.sampled)
 
     def has_drafts(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
         """Whether there are drafts behind what a step has drawn, and the next one, which is

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ...kv_cache.page_store import aligned
 from .block import VERSION, BlockName
 from .directory import ABOUT, MARKER, NEW, blocks, is_block, remove_stale, write_json
 from .reading import IOV, Buffered, Way, behind
@@ -82,18 +83,32 @@ class ModelFolder:
         Raises:
             OSError: the disk's; not for a file that is gone.
         """
-        path = self.path / block.file
-        header = bytearray(block.header_bytes)
-        parts = [memoryview(header), *space]
+        return self.noted(block, self.fetch(block, space))
+
+    def fetch(
+        self, block: BlockName, space: Sequence[memoryview], header: memoryview | None = None
+    ) -> Found:
+        """``read`` of any thread: ``noted`` follows, in the one that has the folder.
+
+        Args:
+            header: where the file's header goes, if somebody wants it.
+        """
+        if header is None:
+            header = aligned(block.header_bytes).data
+        parts = [header, *space]
         try:
-            whole = self.way.read(path, parts) == sum(map(len, parts))
+            whole = self.way.read(self.path / block.file, parts) == sum(map(len, parts))
         except FileNotFoundError:
-            self.look()  # as others may be
             return "gone"
-        if whole and block.fits(header, space):
-            return "whole"
-        self.remove(block)
-        return "damaged"
+        return "whole" if whole and block.fits(header, space) else "damaged"
+
+    def noted(self, block: BlockName, found: Found) -> Found:
+        """What ``fetch`` has found, after the folder has been changed accordingly."""
+        if found == "gone":
+            self.look()  # as others may be
+        elif found == "damaged":
+            self.remove(block)
+        return found
 
     def prefetch(self, block: BlockName) -> None:
         """Has the system begin to read a block that ``read`` will be asked for."""

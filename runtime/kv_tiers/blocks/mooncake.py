@@ -8,7 +8,6 @@ Transfer Engine from and to a buffer that is registered with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,8 +24,6 @@ from .ram import RamBlocks
 _BATCH = 64
 """Blocks that cross at once; ``_BATCH_BYTES``: of all of them. A load waits for what is written."""
 _BATCH_BYTES = 64 << 20
-_CHECKED = 16
-"""Blocks whose checksums are computed while the next ones come."""
 _GONE = -704
 """Mooncake's OBJECT_NOT_FOUND."""
 
@@ -84,7 +81,6 @@ class MooncakeBlocks:
                 "Give a smaller kv_ram_gib, or raise `ulimit -l`",
             ) from error
         self._ahead: dict[str, _Got] = {}
-        self._checks = ThreadPoolExecutor(1, "kv checksums")
 
     level = "store"
 
@@ -125,15 +121,12 @@ class MooncakeBlocks:
         keys = [self._key(block.file) for block in blocks]
         places = [each.value.ctypes.data for each in got]
         self._ahead = {block.file: each for block, each in zip(blocks, got, strict=True)}
-        for first in range(0, len(keys), _CHECKED):
-            some = slice(first, first + _CHECKED)
-            found = self._store.batch_get_into(keys[some], places[some], sizes[some])
-            if len(found) != len(keys[some]):
-                self._forget_ahead()
-                raise MooncakeError("its answer has another length")
-            for block, each, size in zip(blocks[some], got[some], found, strict=True):
-                each.size = size
-                each.whole = self._checks.submit(each.is_whole, block)
+        found = self._store.batch_get_into(keys, places, sizes)
+        if len(found) != len(keys):
+            self._forget_ahead()
+            raise MooncakeError("its answer has another length")
+        for each, size in zip(got, found, strict=True):
+            each.size = size
 
     def has_ahead(self, block: BlockName) -> bool:
         """Whether ``prefetch`` has got it."""
@@ -150,7 +143,7 @@ class MooncakeBlocks:
             self.prefetch([block])
         got = self._ahead.pop(block.file)
         payload = got.value[block.header_bytes :]
-        whole = got.whole is not None and got.whole.result()
+        whole = got.is_whole(block)
         if self._ram is not None and got.place >= 0:
             self._ram.give(block.kind, got.place, block if whole else None)
         if whole:
@@ -195,7 +188,6 @@ class MooncakeBlocks:
 
     def close(self) -> None:
         """Leaves the store; what it has lent is gone."""
-        self._checks.shutdown()
         self._store.close()
 
     def _key(self, name: str) -> str:
@@ -252,14 +244,12 @@ class MooncakeBlocks:
 
 @dataclass(eq=False, slots=True)
 class _Got:
-    """A value that was got: where, its place in main memory's blocks, its size or an error, and
-    whether it is what it should be."""
+    """A value that was got: where, its place in main memory's blocks, its size or an error."""
 
     value: Bytes
     kind: Kind = Kind.PAGE
     place: int = -1
     size: int = _GONE
-    whole: Future[bool] | None = None
 
     def is_whole(self, block: BlockName) -> bool:
         """Whether it is this block."""

@@ -25,7 +25,7 @@ class RamBlocks:
             (``block``): then both are one value of a store.
 
     Attributes:
-        memory: by kind, [blocks, bytes of one].
+        memory: by kind, [blocks, bytes of one], with the ``header`` in front of each.
 
     Raises:
         PykernelsError: there is no room for one page, or one state.
@@ -33,7 +33,7 @@ class RamBlocks:
 
     def __init__(self, pages: PageStore, limit: int, header: int = 0) -> None:
         self.memory: dict[Kind, Bytes] = {}
-        self._header = header
+        self.header = header
         self._free: dict[Kind, list[int]] = {}
         self._kept: dict[Kind, OrderedDict[str, int]] = {kind: OrderedDict() for kind in Kind}
         states = pages.nbytes(Kind.STATE)
@@ -65,7 +65,7 @@ class RamBlocks:
     def find(self, block: BlockName) -> Bytes | None:
         """Its bytes, valid until the next ``room``; it is the most recently used one now."""
         value = self.value(block)
-        return None if value is None else value[self._header :]
+        return None if value is None else value[self.header :]
 
     def value(self, block: BlockName) -> Bytes | None:
         """``find``, with the room for its header in front."""
@@ -78,15 +78,15 @@ class RamBlocks:
     def room(self, kind: Kind) -> Bytes:
         """Memory for another one, to be filled before ``keep``."""
         self._free[kind].append(self.take(kind))
-        return self.memory[kind][self._free[kind][-1]][self._header :]
+        return self.memory[kind][self._free[kind][-1]][self.header :]
 
     def keep(self, block: BlockName) -> None:
         """What was put into the last ``room`` of its kind is this block."""
         place = self._free[block.kind].pop()
-        if self._header:
+        if self.header:
             value = self.memory[block.kind][place]
-            header = block.header([value[self._header :].data])
-            value[self._header - len(header) : self._header] = np.frombuffer(header, np.uint8)
+            header = block.header([value[self.header :].data])
+            value[self.header - len(header) : self.header] = np.frombuffer(header, np.uint8)
         self.give(block.kind, place, block)
 
     def take(self, kind: Kind) -> int:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from ...kv_cache.page_store import Bytes, aligned
 from .directory import NEW
 
+THREADS = 4
+"""Files that are read at once: a disk is as fast as it can be with several under way."""
 IOV = 1000
 """Buffers of one ``preadv`` or ``writev``: Linux takes 1,024."""
 _SECTOR = 4096
 """What memory and sizes of O_DIRECT are multiples of, on any disk."""
-_PROBES = 4
+_PROBES = 8
 """Files that are read each way."""
 _PROBE_BYTES = 2 << 20
 """Of each, at most."""
@@ -27,7 +33,7 @@ _ROUNDS = 2
 
 
 class Way(Protocol):
-    """One way to read files."""
+    """One way to read files; several threads do."""
 
     name: str
 
@@ -66,58 +72,49 @@ class Buffered:
             wanted = sum(map(len, space))
             if (size := os.fstat(file).st_size) != wanted:
                 return min(size, wanted + 1)
-            return _filled(file, list(space))
+            return _filled(file, list(space), wanted)
         finally:
             os.close(file)
-
-
-class Mapped(Buffered):
-    """By a mapping of the file, whose pages are copied."""
-
-    name = "mapped"
-
-    def read(self, path: Path, space: Sequence[memoryview]) -> int:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            wanted = sum(map(len, space))
-            if (size := os.fstat(file).st_size) != wanted:
-                return min(size, wanted + 1)
-            with mmap.mmap(file, size, prot=mmap.PROT_READ, flags=_POPULATED) as data:
-                with memoryview(data) as view:
-                    _dealt(view, space)
-            return size
-        finally:
-            os.close(file)
-
-
-_POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 class Direct:
-    """Past the page cache, into memory of its own that is aligned, and copied from there."""
+    """Past the page cache, straight to where the bytes are to be, if the disk can write there:
+    addresses and sizes are multiples of its blocks' then. Else into memory of its own, and copied
+    from there."""
 
     name = "direct"
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _SECTOR)
+        self._own = threading.local()
 
     def prefetch(self, path: Path) -> None:
         """Nothing is read ahead."""
 
     def read(self, path: Path, space: Sequence[memoryview]) -> int:
-        wanted = sum(map(len, space))
-        room = -(-(wanted + 1) // _SECTOR) * _SECTOR
-        if len(self._memory) < room:
-            self._memory = mmap.mmap(-1, room)
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         try:
-            with memoryview(self._memory) as view:
-                done = _filled(file, [view[:room]])
+            wanted = sum(map(len, space))
+            if (size := os.fstat(file).st_size) != wanted:
+                return min(size, wanted + 1)
+            try:
+                return _filled(file, list(space), wanted)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            with self._room(wanted) as room:
+                done = _filled(file, [room], wanted)
                 if done == wanted:
-                    _dealt(view, space)
-                return min(done, wanted + 1)
+                    _dealt(room, space)
+            return done
         finally:
             os.close(file)
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory of the thread, of whole sectors."""
+        nbytes = -(-nbytes // _SECTOR) * _SECTOR
+        if len(memory := getattr(self._own, "memory", b"")) < nbytes:
+            self._own.memory = memory = mmap.mmap(-1, nbytes)
+        return memoryview(memory)[:nbytes]
 
 
 def fastest(folder: Path, nbytes: int) -> Way:
@@ -127,19 +124,21 @@ def fastest(folder: Path, nbytes: int) -> Way:
     be done the page cache is used.
     """
     size = max(_SECTOR, min(nbytes, _PROBE_BYTES))
-    buffered = Buffered()
+    buffered: Way = Buffered()
     best, least = buffered, float("inf")
     files = [folder / f"{NEW}{os.getpid()}-probe-{i}" for i in range(_PROBES)]
     data = os.urandom(size)
-    space = [memoryview(bytearray(size))]
+    spaces = [aligned(size) for _ in files]
     try:
         for path in files:
             path.write_bytes(data)
-        for way in (buffered, Mapped(), Direct()):
-            with suppress(OSError):  # there is no O_DIRECT in some file systems
-                seconds = min(_seconds(way, files, space) for _ in range(_ROUNDS))
-                if seconds * (_BETTER if way is not buffered else 1) < least:
-                    best, least = way, seconds  # type: ignore[assignment]
+        with ThreadPoolExecutor(THREADS, "kv probes") as threads:
+            for way in (buffered, Direct()):
+                with suppress(OSError):  # there is no O_DIRECT in some file systems
+                    turns = range(_ROUNDS)
+                    seconds = min(_seconds(way, files, spaces, threads) for _ in turns)
+                    if seconds * (_BETTER if way is not buffered else 1) < least:
+                        best, least = way, seconds
     except OSError:  # a full disk
         return buffered
     finally:
@@ -149,7 +148,9 @@ def fastest(folder: Path, nbytes: int) -> Way:
     return best
 
 
-def _seconds(way: Way, files: Sequence[Path], space: Sequence[memoryview]) -> float:
+def _seconds(
+    way: Way, files: Sequence[Path], spaces: Sequence[Bytes], threads: ThreadPoolExecutor
+) -> float:
     for path in files:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -158,20 +159,23 @@ def _seconds(way: Way, files: Sequence[Path], space: Sequence[memoryview]) -> fl
         finally:
             os.close(file)
     began = time.perf_counter()
-    for path in files:
-        way.prefetch(path)
-    for path in files:
-        way.read(path, space)
+    reads = [
+        threads.submit(way.read, path, [space.data])
+        for path, space in zip(files, spaces, strict=True)
+    ]
+    for read in reads:
+        read.result()
     return time.perf_counter() - began
 
 
-def _filled(file: int, space: list[memoryview]) -> int:
-    """Bytes that were read into the buffers, in order: fewer at the file's end."""
+def _filled(file: int, space: list[memoryview], wanted: int) -> int:
+    """Bytes that were read into the buffers, in order, until there are so many: fewer at the
+    file's end."""
     done = 0
-    while space:
+    while done < wanted:
         count = os.preadv(file, space[:IOV], done)
         if not count:
-            return done
+            break
         done += count
         space = behind(space, count)
     return done

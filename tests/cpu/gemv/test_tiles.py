@@ -188,7 +188,7 @@ def test_the_tile_of_one_token_of_a_sibling_is_exact(name):
     assert torch.equal(run_tile(unit, name, weight, x, address=address).double(), truth)
 
 
-@pytest.mark.parametrize(("which", "name"), _tiles_of(["fp8", "int8", "mxfp4", "q4_k"]))
+@pytest.mark.parametrize(("which", "name"), _tiles_of(["fp8", "int8", "mxfp4", "q4_k", "q2_k"]))
 def test_a_token_does_not_depend_on_its_batch(which, name):
     """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order.
 
@@ -220,7 +220,10 @@ def test_int8_products_are_exact(which, name):
         assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
 
 
-@pytest.mark.parametrize(("which", "name"), _tiles_of(["int8", "mxfp4", "q4_k"]))
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [*_tiles_of(["int8", "mxfp4", "q4_k"]), variant("modelled amx", "q2_k", marks=needs_vnni)],
+)
 def test_wide_ranges_of_inputs(which, name):
     """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
     g = torch.Generator().manual_seed(5)

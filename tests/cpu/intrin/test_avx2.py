@@ -146,6 +146,11 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "shift_right_u16_by": ("i5", "i", lambda a: a.view(U16) >> 5),
     "dot_u8i8": ("ii", "i", _dot_bytes),
     "dpbusd": ("iii", "i", _add_fours),
+    "dpwssd": (
+        "iii",
+        "i",
+        lambda c, a, b: c + (_words(a) * _words(b)).reshape(-1, 2).sum(1, dtype=I32),
+    ),
     "dot_words": ("ii", "i", lambda a, b: (_words(a) * _words(b)).reshape(-1, 2).sum(1, dtype=I32)),
     "sign_i8": ("ii", "i", _sign),
     "abs_i8": ("i", "i", lambda a: np.abs(a.view(I8))),
@@ -209,7 +214,7 @@ def _compiled(name: str, takes: str, gives: str) -> Any:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_an_instruction_is_its_definition(name: str) -> None:
-    if name == "dpbusd" and detect().lacks(("avxvnni",)):
+    if name in ("dpbusd", "dpwssd") and detect().lacks(("avxvnni",)):
         pytest.skip("no AVX-VNNI")
     takes, gives, definition = TABLE[name]
     rng, kinds = np.random.default_rng(0), takes.rstrip("5")

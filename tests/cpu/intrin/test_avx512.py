@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -171,9 +172,9 @@ def _own_bits(n: int) -> int:
     return (255 << n if n >= 0 else 255 >> -n) & 255
 
 
-def _dot_bytes(acc: Array, a: Array, b: Array) -> Array:
-    products = a.astype(np.int64) * b.view(np.int8).astype(np.int64)
-    return (acc + products.reshape(16, 4).sum(1)).astype(I32)
+def _dot(a_type: Any, b_type: Any, acc: Array, a: Array, b: Array) -> Array:
+    products = a.view(a_type).astype(np.int64) * b.view(b_type).astype(np.int64)
+    return (acc + products.reshape(16, -1).sum(1)).astype(I32)
 
 
 def _dot_pairs(acc: Array, a: Array, b: Array) -> Array:
@@ -315,7 +316,8 @@ CASES = [
     Case(B.or_masked, "uuu", "u", lambda a, b, m: a | (b & m)),
     Case(B.interleave_low, "uu", "u", lambda a, b: _unpacked(a, b, 0)),
     Case(B.interleave_high, "uu", "u", lambda a, b: _unpacked(a, b, 1)),
-    *_twice("dot_u8i8", "iuu", "i", _dot_bytes),
+    *_twice("dot_u8i8", "iuu", "i", partial(_dot, U8, np.int8)),
+    *_twice("dot_words", "iii", "i", partial(_dot, I16, I16)),
     Case(B.zero_i32, "", "i", lambda: np.zeros(16, I32)),
     Case(B.all_i32, "n", "i", lambda n: np.full(16, n, I32), numbers=(0, -5, 1 << 30)),
     Case(B.add_i32, "ii", "i", np.add),

@@ -328,6 +328,7 @@ DIGESTS = {
     "q4_k": "2858ca9efe172d51",
     "q5_k": "d94fb81988ecc442",
     "q6_k": "283cde16c116a917",
+    "q2_k": "60ad28aea151676d",
     "q8_0": "2f5b82f9c79bb146",
 }
 EXPERTS = "c864e936ef8f7c1d"

@@ -170,6 +170,10 @@ def _scale(
         if SMALL > 0 and HALVES == 1:  # signed
             step = tl.load(small + k % 256 // (256 // SMALL) * 32, mask=inside, other=0)
             scale *= step.to(tl.int8, bitcast=True).to(tl.float32)
+        elif KIND == "q2_k":
+            both = tl.load(small + k % 256 // 16 * 32, mask=inside, other=0)
+            scale *= (both & 15).to(tl.float32)
+            low *= (both >> 4).to(tl.float32)
         elif SMALL > 0:
             own = small + k % 256 // (512 // SMALL) * 64
             scale *= tl.load(own, mask=inside, other=0).to(tl.float32)

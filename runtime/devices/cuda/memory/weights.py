@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from operator import is_
 
 import torch
 from torch.nn.functional import pad
@@ -126,10 +127,19 @@ def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> GpuEx
     if spec.is_expert_slots:
         return stacks
     numbered = enumerate(cpu.experts_of(spec, store))
+    last: tuple[Expert, GpuExperts] | None = None
+
+    def made(own: tuple[int, Callable[[], Expert]]) -> tuple[int, Expert, GpuExperts]:
+        e, stored = own[0], own[1]()
+        if last is not None and all(map(is_, stored, last[0])):  # in random models all are
+            return e, stored, last[1]
+        return e, stored, _packed(spec, e, stored)
+
     with ThreadPoolExecutor(AT_ONCE) as workers:
         while few := list(islice(numbered, AT_ONCE)):
-            for e, one in workers.map(lambda own: (own[0], _packed(spec, *own)), few):
+            for e, stored, one in workers.map(made, few):
                 _place(stacks, one, e)
+                last = stored, one
     return stacks
 
 
@@ -138,16 +148,16 @@ def place_expert(
 ) -> None:
     """Brings an expert of the CPU's tiles into a slot of ``stacks``, which ``spec`` says, by way of
     its matrices on the CPU."""
-    one = _packed(spec, slot, lambda: (tiles.unpack(expert), tiles.biases(expert)))
+    one = _packed(spec, slot, (tiles.unpack(expert), tiles.biases(expert)))
     _place(stacks, one, slot)
 
 
-def _packed(spec: WeightSpec, e: int, expert: Callable[[], Expert]) -> GpuExperts:
+def _packed(spec: WeightSpec, e: int, expert: Expert) -> GpuExperts:
     """One expert in the GPU's layout, on the CPU."""
     assert spec.moe is not None
     fmt, shape = expert_format(spec), spec.moe
     stored, stored_down = get_format(spec.fmt), get_format(spec.down_fmt)
-    (gate, up, down), biases = expert()
+    (gate, up, down), biases = expert
     weights = _as(fmt, stored, gate), _as(fmt, stored, up), _as(fmt, stored_down, down)
     with naming(spec, e):
         check_expert(shape, (fmt, fmt), e, weights, biases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -33,7 +34,7 @@ from .channels import ChannelBuffers, link
 from .gate import Gate
 from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
-from .watch import WATCH
+from .watch import LIMIT_S, WATCH
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
@@ -222,6 +223,7 @@ class CudaExecutable:
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
+        self._limit_s = LIMIT_S if self.cpu is None else math.inf  # the workers are watched apart
 
     def compile(self) -> None:
         """Compiles the GPUs' kernels, several at a time; those of copies when they run first."""
@@ -281,7 +283,9 @@ class CudaExecutable:
             DeviceLost: a GPU failed, or waited in vain for another one.
         """
         flight = self._in_flight
-        meets = nullcontext() if self.link is None else WATCH.over(self.gpus, self.link.release)
+        meets = (
+            nullcontext() if self.link is None else WATCH.over(self.gpus, self.link, self._limit_s)
+        )
         try:
             with meets:
                 if flight is not None:

@@ -59,6 +59,7 @@ class GpuLink(Link):
     ) -> None:
         super().__init__(parts, buffers, pinned)
         self._between, self.one_shots = between, one_shots
+        self._given_up = False
 
     def is_between_gpus(self, node: Node) -> bool:
         """Whether a submit or a wait is the end of a channel between two GPUs."""
@@ -77,9 +78,18 @@ class GpuLink(Link):
         super().release()
         self.one_shots.stop[0] = 1
 
+    def give_up(self) -> None:
+        """Releases GPUs of which none goes on; ``check`` says so."""
+        self._given_up = True
+        self.release()
+
     def check(self) -> None:
-        """Raises DeviceLost if a GPU has waited for another one's part of a sum in vain, in a step
-        that has ended."""
+        """Raises DeviceLost if a GPU has waited for another one in vain, in a step that has
+        ended."""
+        if self._given_up:
+            raise DeviceLost(
+                "GPUs have waited for each other in vain", "Load the model again, on one GPU"
+            )
         if self.clears and self.one_shots.stop[0]:
             raise DeviceLost(
                 "a GPU has waited in vain for another one's part of a sum", "Load the model again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,9 +43,14 @@ class Budget:
 
     def fits(self, seconds: float = 0.0) -> bool:
         """Whether a part that takes so long would end in time."""
+        return seconds < self.left
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit, below 0 behind it."""
         if self._minutes is None:
-            return True
-        return self._clock() - self._began + seconds < 60 * self._minutes
+            return inf
+        return 60 * self._minutes - (self._clock() - self._began)
 
     @property
     def why(self) -> str:

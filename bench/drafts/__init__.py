@@ -1,0 +1,1 @@
+"""`pykernels bench drafts`: steps that check drafts, measured and predicted."""
