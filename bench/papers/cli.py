@@ -24,7 +24,8 @@ def main() -> int:
     given = parser.parse_args()
     import_transformers()
     if given.what == "validate":
-        from .validate import as_dict, validate
+        from .validate import as_dict
+        from .validated import validate
 
         found, text = validate(given.out)
         _keep(given.out, given.what, as_dict(found))

@@ -72,6 +72,7 @@ def _gpu(source: Gpu, target: Gpu) -> Gpu:
         count=target.count,
         read_gbps=source.read_gbps * reading,
         link_gbps=source.link_gbps * published.link_gbps / same.link_gbps,
+        peer_gbps=target.peer_gbps,
         attention_tflops=source.attention_tflops * part,
         kernels={name: kernel.times(part) for name, kernel in source.kernels.items()},
     )

@@ -35,6 +35,9 @@ SHARED = {"dslp": "cpu", "tensor": "gpu"}
 UNSTEADY = 1.5
 """Rows whose 90th percentile is so many times the 10th are shown and not counted: somebody else was
 on the machine."""
+APART = 1.25
+"""Likewise of rows of two or three rounds, and of two rows of a day that timed the same: so many
+times as long as the fastest one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Row:
         vocab: in place of the shape's own; 0: that.
         nbytes: that the CPU read in a step, as the run counted them; 0: nobody did.
         way: of a prompt's experts with a GPU; "": the fastest.
-        spread: 90th over 10th percentile.
+        spread: 90th over 10th percentile; ``apart``: slowest over fastest of two or three rounds.
         kv_dtype: of the cache; ``most``: tokens of the longest context that the engine has room
             for; 0: this one.
         roof_gbps: 1e9 bytes a second that plain loops read of main memory in the same run; 0:
@@ -81,6 +84,7 @@ class Row:
     roof_gbps: float = 0.0
     gpus: str = "auto"
     steps: int = 0
+    apart: float = 1.0
 
     @property
     def several(self) -> bool:
@@ -289,7 +293,7 @@ def _shared(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
             context + data["steps"] // 2 if kind == "decode" else context,
             step_us or row["tok_s"],
             way="stream" if bench == "dslp" else "",
-            spread=row["seconds_most"] / row["seconds_least"],
+            apart=row["seconds_most"] / row["seconds_least"],
             kv_dtype=data["kv_dtype"],
             gpus=how,
             steps=row.get("steps", 0),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,9 +26,8 @@ from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
 
 from .compared import Compared
-from .moved import PAIRS, TARGET, median_error, moved
-from .ranking import Ranked, ranked, ten
-from .rows import ACTUAL, UNSTEADY, Row, committed
+from .moved import PAIRS, moved
+from .rows import ACTUAL, APART, UNSTEADY, Row
 
 RANDOM = Routing(1.8)
 """How unevenly the routers of random weights send a prompt's tokens: as they send batches, whose
@@ -48,6 +46,9 @@ CALIBRATING = {
 }
 """The rows that ``calibrated_on`` of the machines' files names, which tell nothing of a prediction:
 machine, kind, model, layers, device, batch and context, and in which formats."""
+UNTIMED = "fp8", 512
+"""Format and tokens of prompts on a GPU from which on it is multiplied by kernels that no table of
+ours has: E4M3 beside bf16 activations, of many rows. They count as those of bf16."""
 TARGETS = {"decode": (0.07, 0.15), "prompt": (0.10, 0.20)}
 """Median and worst error that are aimed at."""
 
@@ -68,10 +69,16 @@ def _subject(
 def compare(rows: Sequence[Row]) -> list[Compared]:
     """Predicts each row."""
     newest: dict[tuple[object, ...], str] = {}
+    of_day: dict[tuple[object, ...], list[float]] = {}
     for row in rows:
         newest[_same(row)] = max(newest.get(_same(row), ""), row.date)
+        of_day.setdefault((*_same(row), row.date, row.steps), []).append(row.measured)
     laws = _laws(rows)
-    return [_compared(row, laws, newest[_same(row)]) for row in rows]
+    return [
+        _compared(replace(row, apart=max(row.apart, max(every) / min(every))), laws, newest[same])
+        for row in rows
+        if (same := _same(row)) and (every := of_day[(*same, row.date, row.steps)])
+    ]
 
 
 def _laws(rows: Sequence[Row], machine: Machine | None = None) -> dict[tuple[object, ...], Routing]:
@@ -80,8 +87,8 @@ def _laws(rows: Sequence[Row], machine: Machine | None = None) -> dict[tuple[obj
     every: dict[tuple[object, ...], list[float]] = {}
     for row in rows:
         if row.batch > 1 and row.nbytes and row.date >= ACTUAL and row.experts == "cpu":
-            found = every.setdefault((row.arch, row.layers, row.batch), [])
-            found.append(_law(_case(row, machine), row).zipf)
+            counted = every.setdefault((row.arch, row.layers, row.batch), [])
+            counted.append(_law(_case(row, machine), row).zipf)
     found = {key: Routing(round(median(laws), 2)) for key, laws in every.items()}
     for row in rows:  # of a batch that nobody counted: as the nearest one of the same model
         own = [key for key in every if key[:2] == (row.arch, row.layers)]
@@ -161,8 +168,10 @@ def _compared(
         why_not = "older"
     elif row.fmt in CALIBRATING.get(key, ()):
         why_not = "calibrated on"
-    elif row.spread > UNSTEADY:
+    elif row.spread > UNSTEADY or row.apart > APART:
         why_not = "unsteady"
+    elif row.kind == "prompt" and row.device != CPU and _is_untimed(row):
+        why_not = "kernels never timed"
     elif row.batch > 1 and (row.arch, row.layers, row.batch) not in laws:
         why_not = "routing not counted"
     if row.kind == "prompt":
@@ -174,6 +183,11 @@ def _compared(
     law = laws.get((row.arch, row.layers, row.batch), Routing()) if row.batch > 1 else Routing()
     step = _step(there, row, law)
     return Compared(row, step.seconds * 1e6, step.bound, law, why_not)
+
+
+def _is_untimed(row: Row) -> bool:
+    fmt, tokens = UNTIMED
+    return row.fmt == fmt and row.context >= tokens
 
 
 def _step(there: Placed, row: Row, law: Routing) -> SimulatedStep:
@@ -198,128 +212,18 @@ def _law(there: Placed, row: Row) -> Routing:
     return Routing(round((low + high) / 2, 2))
 
 
-def errors(found: Sequence[Compared], kind: str) -> tuple[float, float]:
-    """Median and worst error of the rows that count."""
-    every = [abs(each.error) for each in found if each.row.kind == kind and each.counts]
-    return (median(every), max(every)) if every else (0.0, 0.0)
-
-
-def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence[Compared]]) -> str:
-    """The comparison as Markdown.
+def errors(found: Sequence[Compared], kind: str, several: bool = False) -> tuple[float, float]:
+    """Median and worst error of the rows that count.
 
     Args:
-        elsewhere: of ``compare_moved``.
+        several: those of several GPUs alone.
     """
-    text = [
-        "# Predicted beside measured",
-        "",
-        "`python -m bench.papers validate`: every committed run of a whole model of ours, and what"
-        " `pykernels plan`'s simulator says of it from the shape, the options and the"
-        " machine's file"
-        " in [bench/machines](../../machines). Errors are of the time. Rates of the"
-        " 16-core machines"
-        " are those of tables of kernels, but for what `calibrated_on` in their files"
-        " names. A batch's"
-        " routing is an input: as uneven as makes the bytes that the run counted; prompts have the"
-        " law of these batches.",
-        "",
-        "Rows in brackets do not count: a constant was taken from them (*calibrated"
-        " on*); a newer row"
-        " has the same options on the same hardware, when the program was faster (*older*); their"
-        f" 90th percentile is over {UNSTEADY} times the 10th (*unsteady*); nobody counted which"
-        " experts their batch read (*routing not counted*).",
-        "",
-        "These rows were compared several times while the simulator was made, and its"
-        " constants and the rules of what counts changed after some of these comparisons:"
-        " the errors are those of a fit, not of a forecast.",
-        "",
+    every = [
+        abs(each.error)
+        for each in found
+        if each.row.kind == kind and each.counts and each.row.several >= several
     ]
-    for kind, (middle, worst) in TARGETS.items():
-        have = errors(found, kind)
-        count = sum(each.row.kind == kind and each.counts for each in found)
-        text.append(
-            f"**{kind}**: {count} rows, median error {have[0]:.1%} (target {middle:.0%}),"
-            f" worst {have[1]:.1%} (target {worst:.0%})."
-        )
-    right, pairs = ranked(found)
-    text.append("")
-    text.append(
-        f"**Ranking**: of {pairs} pairs of rows that differ in place or options alone, by 5 % at"
-        f" least, {right} are predicted in the measured order."
-    )
-    text += _choices(list(ten(found))) + _moves(elsewhere)
-    for kind, unit in (("decode", "us a step"), ("prompt", "tok/s")):
-        text += ["", f"## {kind}, {unit}", ""]
-        text += [
-            "| machine | model | where | batch | context | measured | predicted | error |"
-            " bound by |"
-        ]
-        text += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
-        for each in found:
-            row = each.row
-            if row.kind != kind:
-                continue
-            error = f"{each.error:+.1%}"
-            text.append(
-                f"| {row.machine} | {row.arch}, {row.layers} layers, {row.fmt} | {row.place} |"
-                f" {row.batch} | {row.context} | {row.measured:.0f} | {each.predicted:.0f} |"
-                f" {error if each.counts else f'[{error}, {each.why_not}]'} | {each.bound}"
-                f"{f', zipf {each.routing.zipf}' if each.routing.zipf else ''} |"
-            )
-    return "\n".join(text) + "\n"
-
-
-def _choices(found: Sequence[Ranked]) -> list[str]:
-    """The lines of ``TEN``."""
-    right = sum(each.right for each in found)
-    text = [
-        "",
-        f"**Ten choices** (Qwen3-30B's shapes, 24 layers, q4_k; medians of all their runs): {right}"
-        f" of {len(found)} are predicted in the measured order (target: all).",
-        "",
-        "| machine | of | how many times as fast | than | measured | predicted |",
-        "|---|---|---|---|---:|---:|",
-    ]
-    for each in found:
-        at, size = each.choice, f"batch {each.choice.batch}, {each.choice.size} tokens"
-        text.append(
-            f"| {at.machine} | {at.kind}, {size} | {at.other} | {at.one} |"
-            f" {each.measured:.2f} | {each.predicted:.2f}{'' if each.right else ', wrong'} |"
-        )
-    return text
-
-
-def _moves(elsewhere: Mapping[tuple[str, str], Sequence[Compared]]) -> list[str]:
-    """The lines of moved machines."""
-    every = [each for rows in elsewhere.values() for each in rows]
-    text = [
-        "",
-        f"**Moved machine**: {len(every)} rows, median error {median_error(every):.1%} (target"
-        f" {TARGET:.0%}). Constants of the one machine's file, and of the other its roofs alone:"
-        " cores, what they read, links and GPUs as published, and where instructions differ the"
-        " kernels of their class. Rows count of which only the other's own constants were taken.",
-        "",
-        "| calibrated on | moved to | decode rows | median | worst | prompt rows | median |"
-        " worst |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for (known, there), rows in elsewhere.items():
-        cells = [known, there]
-        for kind in TARGETS:
-            own = [each for each in rows if each.row.kind == kind]
-            worst = max((abs(each.error) for each in own), default=0.0)
-            cells += [str(len(own)), f"{median_error(own):.1%}", f"{worst:.1%}"]
-        text.append("| " + " | ".join(cells) + " |")
-    return text
-
-
-def validate(out: Path) -> tuple[list[Compared], str]:
-    """Compares all, and writes the page; both."""
-    found = compare(list(committed()))
-    text = page(found, compare_moved(found))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "validate.md").write_text(text)
-    return found, text
+    return (median(every), max(every)) if every else (0.0, 0.0)
 
 
 def as_dict(found: Sequence[Compared]) -> dict[str, Any]:
@@ -330,6 +234,7 @@ def as_dict(found: Sequence[Compared]) -> dict[str, Any]:
         | {"bound": each.bound, "zipf": each.routing.zipf, "why_not": each.why_not}
         for each in found
     ]
-    return {
-        kind: dict(zip(("median", "worst"), errors(found, kind), strict=True)) for kind in TARGETS
-    } | {"rows": rows}
+    names = "median", "worst"
+    every = {kind: dict(zip(names, errors(found, kind), strict=True)) for kind in TARGETS}
+    several = {kind: dict(zip(names, errors(found, kind, True), strict=True)) for kind in TARGETS}
+    return {**every, "several GPUs": several, "rows": rows}

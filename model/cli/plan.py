@@ -22,6 +22,7 @@ from .shared.session import status
 _OPTIONS = Choose(
     only=(
         "device",
+        "gpus",
         "experts",
         "expert_cache",
         "prefill",

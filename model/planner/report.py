@@ -23,6 +23,8 @@ def serve_line(found: Prediction) -> str:
     words += ["--device", run.device]
     if run.device != CPU:
         words += ["--experts", "cpu" if found.placed.plan.placement.experts == CPU else "gpu"]
+    if run.gpus != "auto":
+        words += ["--gpus", run.gpus]
     if case.slots:
         words += ["--expert-cache", str(run.slots or case.slots)]
     if deferred := found.placed.plan.deferred:

@@ -124,6 +124,45 @@ def test_latents_in_fp8_are_decoded_before_heads_multiply_them(
     assert times[1] - times[0] == pytest.approx(numbers / 1e6, rel=1e-3)
 
 
+def expanding(folder: Path, device: str) -> Compiled:
+    """A prompt of 256 tokens, whose latents are expanded."""
+    tiny.make(folder, "deepseek_v3")
+    plan = ExecutionPlan(StepSizes(256, 1, 1), Placement(device, device))
+    return compile(meta_decoder(folder), plan, Phase.PROMPT, 256)
+
+
+def test_a_prompts_latents_are_expanded_once_for_all_its_tokens(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """By products of each key's latent with the matrices of all heads, as many heads at a time as
+    there are cores."""
+    compiled = expanding(tmp_path, "cpu")
+    node = next(node for node in compiled.program.nodes if node.op == "attention_expanded")
+    heads, _, nope = compiled.program.weight(node, "uk").shape
+    _, dv, latent = compiled.program.weight(node, "uv").shape
+    layers = sum(node.op == "attention_expanded" for node in compiled.program.nodes)
+    flops = 2 * 256 * heads * latent * (nope + dv) * layers
+    for cores, times in ((heads, 1.0), (2 * heads, 2.0)):
+        cpu = replace(machine.cpu, cores=cores, latent_attention_tflops=1e-3)
+        slow = simulate(compiled, replace(machine, cpu=cpu), Load(256, 128)).seconds
+        cpu = replace(cpu, latent_attention_tflops=1e6)
+        quick = simulate(compiled, replace(machine, cpu=cpu), Load(256, 128)).seconds
+        assert slow - quick == pytest.approx(times * flops / 1e9, rel=1e-3)
+
+
+def test_steps_without_a_graph_wait_for_their_launches(tmp_path: Path, machine: Machine) -> None:
+    """Latents are expanded by how long sequences are, so that the host launches each kernel; a step
+    of decode has a graph."""
+    gpu = replace(machine.gpu, uncaptured_us=100)  # type: ignore[type-var]
+    slow, compiled = replace(machine, gpu=gpu), expanding(tmp_path, "cuda:0")
+    kernels = sum(node.op != "per_head_linear" for node in compiled.program.nodes)
+    assert simulate(compiled, slow, Load(256, 128)).seconds > kernels * 100e-6
+    assert simulate(compiled, machine, Load(256, 128)).seconds < 100e-6
+    plan = ExecutionPlan(StepSizes(1, 1, 1), Placement("cuda:0", "cuda:0"))
+    decode = compile(meta_decoder(tmp_path), plan, Phase.DECODE)
+    assert simulate(decode, slow, Load()).seconds < 100e-6
+
+
 def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine) -> None:
     assert machine.gpu is not None
     beside = Placement("cuda:0", "cpu")
@@ -259,6 +298,14 @@ def dslp(folder: Path, gpus: int) -> Compiled:
         StepSizes(64, 1, 1), Placement("cuda:0", "cpu"), streaming=streaming, stream_over=over
     )
     return compile(meta_decoder(folder), plan, Phase.STREAMED, 64)
+
+
+def test_the_fullest_part_of_uneven_experts_has_more() -> None:
+    assert Routing().fullest(128, 8, 2) == pytest.approx(0.5)
+    rng, each = np.random.default_rng(0), np.array(Routing(1.5).taken(128, 8))
+    halves = [each[rng.permutation(128)[:64]].sum() / 8 for _ in range(4000)]
+    drawn = np.mean([max(half, 1 - half) for half in halves])
+    assert Routing(1.5).fullest(128, 8, 2) == pytest.approx(drawn, rel=0.05)
 
 
 def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:

@@ -58,6 +58,23 @@ def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:
     assert memory["cuda:0"]["has"] == 39 and memory["cuda:0"]["cache"] == 0
 
 
+@pytest.mark.parametrize(("gpus", "experts"), [("tensor", "gpu"), ("dslp", "cpu")])
+def test_several_gpus_share_a_model_as_they_are_told(gpus: str, experts: str) -> None:
+    """Parts of each layer on both, or a prompt whose experts come over both links at once."""
+    shape = ["qwen3-30b", "--format", "q4_k", "--layers", "4", "--prompt", "4096"]
+    words = [*shape, "--machine", "h200-x2-32-cores", "--experts", experts, "--prefill"]
+    words += ["stream" if experts == "cpu" else "auto"]
+    one = planned(*words, "--device", "cuda:0")
+    two = planned(*words, "--device", "cuda:0,cuda:1", "--gpus", gpus)
+    assert f"--gpus {gpus}" in str(two["serve"])
+    faster = float(str(two["prompt_tok_s"])) / float(str(one["prompt_tok_s"]))
+    assert 1.1 < faster < 2.0
+    alone, shared = (found["memory_gib"]["cuda:0"]["weights"] for found in (one, two))  # type: ignore[index]
+    table = 151936 * 2048 * 2 / 2**30  # of the vocabulary, which both have
+    parted = table + (alone - table) / 2
+    assert shared == pytest.approx(parted if gpus == "tensor" else alone, rel=0.02)
+
+
 def test_a_context_that_fits_no_card_lies_in_main_memory() -> None:
     many = ["--context", "32768", "--batch", "2", "--layers", "8", "--format", "q4_k"]
     there = ["--machine", "h200-16-cores", "--device", "cuda:0", "--gpu-gib", "4"]

@@ -100,7 +100,7 @@ class Gpu:
         host_us: that Python and the driver take to launch a kernel, where no CUDA graph does.
         uncaptured_us: likewise in steps of ours that no graph has, since what they launch depends
             on their sequences.
-        hop_us: to the CPU's workers and back, at flags.
+        hop_us: to the CPU's workers and back, at flags, with 28 KiB each way.
         link_gbps: 1e9 bytes a second from main memory, and as many to it at once.
         peer_gbps: from another GPU; None: what it sends goes through main memory.
         peer_us: to another GPU and back, at flags.

@@ -16,6 +16,8 @@ from .machine import Machine
 from .terms import HOP, LINK, PEER, Cost
 
 MEETS = ("submit", "wait")
+HOP_BYTES = 4 * 7168
+"""That cross each way within a hop of the CPU, as ``python -m bench.handshake`` times it."""
 
 
 def met(node: Node, program: Program, machine: Machine, filled: float) -> Cost:
@@ -35,6 +37,7 @@ def met(node: Node, program: Program, machine: Machine, filled: float) -> Cost:
             return Cost(hop, bound=HOP)
         crossing = nbytes / (gpu.link_gbps * 1e9)
         bound = LINK if crossing > hop else HOP
+        hop -= min(hop, HOP_BYTES / (gpu.link_gbps * 1e9))
         return Cost(hop + crossing, nbytes, bound, link_bytes=0.0 if sends else nbytes)
     hop = gpu.peer_us * 0.5e-6
     if sends:
