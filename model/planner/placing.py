@@ -185,7 +185,7 @@ def _gpu_gib(case: Case, gpu: Gpu) -> float:
 
 
 def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: Stretch) -> Placed:
-    from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
+    from pykernels.gpu.limits import SUM_BLOCK, SUM_MEMBERS, SUM_PROGRAMS
 
     from ..pinning.hybrid import with_slots_that_fit
 
@@ -193,8 +193,8 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: S
     assert gpu is not None
     run = case.execution
     free = dict.fromkeys(gpus, int(_gpu_gib(case, gpu) * GIB) - HEADROOM)
-    peers = len(gpus) <= MAX_MEMBERS and gpu.peer_gbps is not None
-    one_shot = MAX_PROGRAMS * BLOCK if peers else 0
+    peers = len(gpus) <= SUM_MEMBERS and gpu.peer_gbps is not None
+    one_shot = SUM_PROGRAMS * SUM_BLOCK if peers else 0
     every = GpuMachine(free, stretch.layouts, one_shot=one_shot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
