@@ -89,8 +89,7 @@ def load_engine(
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
         execution: on which devices, and how; None: on those that are predicted to be fastest
-            (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling; None:
-            the defaults, and drafts where they are predicted to pay (``sim.drafts``).
+            (``planner.choose``), unless ``settings`` say. ``engine``: sizes and scheduling.
         settings: fields of ``ExecutionConfig`` (device, experts, defer, threads, kernel, kv_dtype
             ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
 
@@ -99,7 +98,7 @@ def load_engine(
             device, more experts than fit there, or what ``from_pretrained`` raises.
     """
     execution = execution or ExecutionConfig(device=CHOSEN)
-    execution, engine = _given(execution, engine or EngineConfig(draft=AUTO), settings)
+    execution, engine = _given(execution, engine or EngineConfig(), settings)
     folder = local(path)
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
@@ -230,8 +229,8 @@ def chosen_for(
 def with_drafts(
     engine: EngineConfig, runner: PagedRunner, pool: WorkerPool
 ) -> tuple[EngineConfig, str]:
-    """The configuration with drafts where it leaves them open and they are predicted to pay, and
-    why in a line; "": nothing was left open, or nothing is predicted of what runs here."""
+    """The configuration with ``draft="auto"`` settled, and why in a line; "": it was not asked for.
+    It is off where drafts are predicted not to pay; where nothing is predicted, steps tell."""
     if engine.draft != AUTO:
         return engine, ""
     from .planner.forecast import forecast_of
@@ -241,7 +240,7 @@ def with_drafts(
         return off, f"drafts: off: {why}"
     forecast = forecast_of(runner.model, runner.plan, pool)
     if forecast is None:
-        return off, ""
+        return engine, "drafts: checked by what steps have taken, since nothing is predicted here"
     found = forecast.drafts(engine.draft_tokens)
     return (replace(engine, draft_times=found.times) if found.pays else off), found.line
 

@@ -15,8 +15,8 @@ from .placing import GIB
 from .predict import Prediction
 
 
-def serve_line(found: Prediction) -> str:
-    """The command that serves the model as it was predicted."""
+def serve_line(found: Prediction, drafts: DraftForecast) -> str:
+    """The command that serves the model as it was predicted, with drafts where they pay."""
     case, run = found.placed.case, found.placed.case.execution
     given = case.subject.given if case.subject.is_checkpoint else f"PATH-OF-{case.subject.given}"
     words = ["pykernels", "serve", "--model", given]
@@ -46,6 +46,8 @@ def serve_line(found: Prediction) -> str:
         words += ["--max-model-len", str(case.wanted.positions)]
     if case.wanted.batch > 16:
         words += ["--max-batch", str(case.wanted.batch)]
+    if drafts.pays and not drafts.why_none:
+        words += ["--draft", "auto"]
     return shlex.join(words)
 
 
@@ -84,7 +86,7 @@ def lines(found: Prediction, drafts: DraftForecast, changes: Sequence[Change]) -
         f"            bound by {_shares(prompt.bounds, prompt.seconds)}",
         f"first token {found.first_token_s:.3g} s",
         "",
-        serve_line(found),
+        serve_line(found, drafts),
     ]
     text += [f"({line})" for line in plan.decisions if line.startswith("defer")]
     if plan.deferred:
@@ -138,7 +140,7 @@ def as_dict(found: Prediction, drafts: DraftForecast, changes: Sequence[Change])
         "prompt_way": found.prompt.way,
         "prompt_us_by_bound": _rounded(found.prompt.bounds),
         "first_token_s": round(found.first_token_s, 5),
-        "serve": serve_line(found),
+        "serve": serve_line(found, drafts),
         "changes": [
             {
                 "change": change.text,

@@ -102,16 +102,17 @@ def test_drafts_are_checked_where_reading_takes_longest(
     file.write_text(yaml.safe_dump({"name": "mine", "engine": MACHINE["engine"], "cpu": cpu}))
     plan = planned(str(tmp_path), "--machine", str(file), "--context", "64", "--prompt", "64")
     assert plan["drafts"]["auto"] == auto  # type: ignore[index]
+    assert ("--draft auto" in str(plan["serve"])) == (auto == "ngram")
 
     def forecast(decoder: Lowerable, plan: ExecutionPlan, pool: object) -> Forecast:
         return Forecast(decoder, plan, read_machine(file))
 
     monkeypatch.setattr("model.planner.forecast.forecast_of", forecast)
     ids, texts = [5, 6, 7, 8] * 8, []
-    for settings in ({}, {"draft": "off"}):
+    for settings in ({"draft": "auto"}, {}):
         with model.load_engine(tmp_path, device="cpu", max_num_seqs=1, **settings) as llm:
             texts.append(llm.generate(ids, temperature=0, max_tokens=48, ignore_eos=True).token_ids)
-            if not settings:
+            if settings:
                 assert llm.engine.config.draft == ("auto" if auto == "ngram" else "off")
                 assert any(line.startswith("drafts: ") for line in llm.decisions)
                 assert (llm.engine.stats.accepted_tokens > 0) == (auto == "ngram")

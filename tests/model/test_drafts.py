@@ -123,4 +123,4 @@ def test_drafts_with_streamed_prompts_are_refused() -> None:
     with pytest.raises(PykernelsError, match="draft='ngram' and prefill='stream'"):
         model.load_engine(model.EMBEDDED, device="ref", draft="ngram", prefill="stream")
     with pytest.raises(PykernelsError, match="draft_tokens=9 without drafts"):
-        model.load_engine(model.EMBEDDED, draft="off", draft_tokens=9)
+        model.load_engine(model.EMBEDDED, draft_tokens=9)

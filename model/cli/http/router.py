@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.option import SettingError
 
@@ -70,7 +69,7 @@ def shared(engine: EngineConfig, settings: ServerSettings) -> EngineConfig:
 
 def check_unused(engine: EngineConfig, execution: ExecutionConfig, rules: Path | None) -> None:
     """Raises SettingError where a router is given a setting of an engine, which it has not."""
-    unset_engine, unset_execution = EngineConfig(draft=AUTO), ExecutionConfig(device=CHOSEN)
+    unset_engine, unset_execution = EngineConfig(), ExecutionConfig(device=CHOSEN)
     for given, unset in ((engine, unset_engine), (execution, unset_execution)):
         for each in fields(given):
             value = getattr(given, each.name)

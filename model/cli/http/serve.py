@@ -15,7 +15,6 @@ import typer
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.config import CHOSEN, ExecutionConfig
 
 from ...server.http.settings import ROUTER, ServerSettings
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 _WATCH_SECONDS = 1.0
 _SERVER, _ENGINE = "The server", "The engine"
 _REQUESTS = Choose(names={"max_body_bytes": "max_body_mb"}, panel=_SERVER)
-_SIZES = Choose(names={"max_num_seqs": "max_batch"}, defaults={"draft": AUTO}, panel=_ENGINE)
+_SIZES = Choose(names={"max_num_seqs": "max_batch"}, panel=_ENGINE)
 
 
 @command

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.option import option
 
 from ... import EMBEDDED
@@ -50,7 +49,7 @@ Eager = Annotated[
         " --dtype uses anyway.",
     ),
 ]
-DRAFTS = Choose(only=("draft", "draft_tokens"), defaults={"draft": AUTO})
+DRAFTS = Choose(only=("draft", "draft_tokens"))
 """Of ``EngineConfig``, what is for one output at a time, too."""
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.engine.scheduling.draft_limits import AUTO
 from runtime.planning.config import CHOSEN, ExecutionConfig
 from runtime.planning.option import SettingError
 
@@ -178,13 +177,9 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
             "Leave it out, or --device and rules that name a GPU",
         )
     execution.check_eager()
-    as_they_are = {
-        "draft": (AUTO, "off"),
-        "draft_tokens": (EngineConfig.draft_tokens,),
-        "max_model_len": (None,),
-    }
-    for name, open_ in as_they_are.items():
-        if (value := getattr(engine, name)) not in open_:
+    unset = EngineConfig()
+    for name in ("draft", "draft_tokens", "max_model_len"):
+        if (value := getattr(engine, name)) != getattr(unset, name):
             raise SettingError(name, value, "Leave out --eager and its kin", "is for the engine")
 
 

@@ -44,8 +44,8 @@ class Attention:
 
     @cached_property
     def touched(self) -> Mapping[str, float]:
-        """Of buffers of which a step does not use all, by name, the part that it does: of the
-        queries of expanded sequences what is rotated."""
+        """The part that a step uses of a buffer, by name, where it does not use all: it uses what is
+        rotated of the queries of expanded sequences."""
         if not self.expands:
             return {}
         found = {}

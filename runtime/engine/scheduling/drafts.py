@@ -97,7 +97,7 @@ class Drafts:
             self._lost[request] = error
 
     def propose(self, decoding: Sequence[Request]) -> dict[Request, list[int]]:
-        """What is worth checking of what the drafters say, of those that say anything."""
+        """The drafts that are worth checking, by request; requests without any are left out."""
         may = [r for r in decoding if self.may_have(r, r.most_drafts, len(decoding))]
         proposed = ((r, self._proposed(r, r.tokens, r.most_drafts)) for r in may)
         return self._worth({r: drafts for r, drafts in proposed if drafts}, len(decoding))

@@ -189,7 +189,7 @@ def _dealt(data: memoryview, space: Sequence[memoryview]) -> None:
 
 
 def behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers of which so many bytes are done."""
+    """The parts of buffers that come after their first ``count`` bytes."""
     for i, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[i + 1 :]]

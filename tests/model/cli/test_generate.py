@@ -79,7 +79,6 @@ def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path, without_ca
     assert (result.code, result.out) == (0, PROMPT + text + "\n")
     assert re.fullmatch(
         r"note: cpu: decode is predicted at [\d.]+ tok/s at a context of \d+, by 40 GB/s .*\n"
-        r"note: drafts: .*\n"
         rf"{len(PROMPT)} prompt tokens · prefill \d+ tok/s · decode [\d.]+ tok/s · "
         r"weights [\d.]+ GB/s \(\d+ % of the 40 GB/s read roof\)\n",
         result.err,
