@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from model.cli.shared.common import Debug, command, err
-from model.cli.shared.execution import settled
 from model.cli.shared.options import Choose
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
@@ -18,6 +17,7 @@ from runtime.planning.config import ExecutionConfig
 from ..e2e.cli import check_gpu, described, open_model
 from ..e2e.model_options import ModelOptions, count
 from ..harness.keeping.kept import AsJson, Save, keeping
+from ..harness.predicted import PredictedFor, without_prompts
 
 CONTEXTS = "1024,4096,16384,32768,65536,131072"
 
@@ -39,14 +39,7 @@ def contexts(
         ),
     ] = "off",
     steps: Annotated[int, count("Decode steps of each row.")] = 48,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="By which steps are predicted: a YAML file, or a name in bench/machines.",
-            show_default="this one, as measured",
-        ),
-    ] = None,
+    machine: PredictedFor = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Milliseconds by context, drawn.")
     ] = None,
@@ -69,8 +62,7 @@ def contexts(
     for number in numbers:
         replace(execution, defer=number)  # raises for what is no number of experts
     check_gpu(execution)
-    on_cpu = execution.on_gpu and execution.experts != "gpu"
-    execution = replace(settled(execution), prefill="cpu" if on_cpu else "auto")  # none is timed
+    execution = without_prompts(execution)
     from model.planner.machines import find_machine
 
     from .run import fitting, plan, rows

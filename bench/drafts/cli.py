@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from model.cli.shared.common import Debug, command, err
-from model.cli.shared.execution import settled
 from model.cli.shared.options import Choose
 from runtime.planning.config import ExecutionConfig
 
 from ..e2e.cli import check_gpu, described, open_model
 from ..e2e.model_options import ModelOptions, count
 from ..harness.keeping.kept import AsJson, Save, keeping
+from ..harness.predicted import PredictedFor, without_prompts
 
 
 @command
@@ -27,14 +24,7 @@ def drafts(
     context: Annotated[int, count("Tokens of the sequence.")] = 512,
     steps: Annotated[int, count("Steps of each round and number of drafts.")] = 24,
     rounds: Annotated[int, count("Rounds, in which all numbers of drafts take turns.")] = 4,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="By which steps are predicted: a YAML file, or a name in bench/machines.",
-            show_default="this one, as measured",
-        ),
-    ] = None,
+    machine: PredictedFor = None,
     save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -49,8 +39,7 @@ def drafts(
     """
     chosen.check()
     check_gpu(execution)
-    on_cpu = execution.on_gpu and execution.experts != "gpu"
-    execution = replace(settled(execution), prefill="cpu" if on_cpu else "auto")  # none is timed
+    execution = without_prompts(execution)
     from model.planner.machines import find_machine
 
     from .run import rows

@@ -74,13 +74,23 @@ def e2e(
         _show(row)
 
 
-def check_gpu(execution: ExecutionConfig) -> None:
-    """Raises PykernelsError for a GPU that is not there, or a choice that needs one."""
+def check_gpu(execution: ExecutionConfig, needed: bool = False) -> None:
+    """Raises PykernelsError for a GPU that is not there, or a choice that needs one.
+
+    Args:
+        needed: nothing can be timed on a CPU instead.
+    """
     execution.check_device()
     if execution.device != "cpu":
         from runtime.devices.gpus import check_device
 
-        check_device(execution.device)
+        try:
+            check_device(execution.device)
+        except PykernelsError as error:
+            if not needed:
+                raise
+            hint = "Run it where there is one, with its driver and torch's CUDA build"
+            raise PykernelsError(error.cause, hint) from None
 
 
 def open_model(chosen: ModelOptions, execution: ExecutionConfig, positions: int = 1) -> Ours:

@@ -59,7 +59,7 @@ def prefill(
         raise PykernelsError("--llama is for random weights", "Add --arch qwen3-30b")
     check_plot(plot)
     tokens = _parsed(lengths)
-    check_gpu(execution)
+    check_gpu(execution, needed=True)
     execution = replace(settled(execution), experts="cpu")
     from .peer import WAYS, llama_rows
     from .run import MODES, plan, rows

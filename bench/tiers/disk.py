@@ -3,26 +3,25 @@
 Blocks are written and read as the level of an engine does it (``runtime.kv_tiers``): by the way
 that is the fastest on this disk, several at once, with headers and checksums. In turns with that,
 `dd` reads one file of as many bytes with the same block size, once through the page cache and once
-past it; the faster one counts. Nothing of either is in the page cache when it is read. One JSON
-object says the medians in GB/s, and what ours are of dd's.
+past it; the faster one counts. Nothing of either is in the page cache when it is read. It prints
+the medians in GB/s, and what ours are of dd's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.harness.keeping.provenance import provenance
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.page_store import Kind, aligned
 from runtime.kv_tiers.blocks.block import BlockName
@@ -32,6 +31,8 @@ from runtime.kv_tiers.blocks.readers import AHEAD, Readers
 from runtime.kv_tiers.blocks.reading import fastest
 from runtime.planning.option import check_whole
 
+from .printed import printed
+
 MODEL = bytes(16)
 
 
@@ -39,6 +40,8 @@ def run(root: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """The measurement, in a new folder of ``root``. Raises PykernelsError."""
     for name, most in (("blocks", 1 << 20), ("block_kib", 1 << 20), ("rounds", 1000)):
         check_whole(name, getattr(chosen, name), 1, most)
+    if not root.is_dir():
+        raise PykernelsError(f"there is no directory {root}", "Give one on the disk to be timed")
     count, nbytes = chosen.blocks, chosen.block_kib << 10
     rates: dict[str, list[float]] = {"blocks": [], "dd": [], "dd_direct": []}
     rng = np.random.default_rng(0)
@@ -132,15 +135,9 @@ def main() -> int:
     parser.add_argument("--blocks", default=256, help="that are read (256)", **whole)
     parser.add_argument("--block-kib", default=4096, help="KiB of a block (4096)", **whole)
     parser.add_argument("--rounds", default=9, help="of each (9)", **whole)
-    parser.add_argument("--json", action="store_true", help="as all results are printed")
+    parser.add_argument("--json", action="store_true", help="one object, with how it was made")
     chosen = parser.parse_args()
-    try:
-        found = run(chosen.root, chosen)
-    except (PykernelsError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(provenance() | found))
-    return int(found["wrong"] > 0)
+    return printed(partial(run, chosen.root, chosen), chosen.json)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,22 @@ A master and a process that lends memory are started on this machine; blocks cro
 loopback, 64 at once, from main memory to the store and back, with their headers and checksums, as
 the level of an engine has them (``runtime.kv_tiers``). In turns with that, `transfer_engine_bench`
 writes and reads as many bytes at once from one thread, without a store. Each block is compared with
-what was written. One JSON object says the medians in GB/s, and what ours are of the benchmark's.
+what was written. It prints the medians in GB/s, and what ours are of the benchmark's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.harness.keeping.provenance import provenance
-from pykernels.errors import PykernelsError
 from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_tiers.blocks.block import HEADER, BlockName
 from runtime.kv_tiers.blocks.mooncake import MooncakeBlocks
@@ -30,6 +28,7 @@ from runtime.kv_tiers.blocks.ram import RamBlocks
 from runtime.planning.option import check_whole
 
 from .mooncake_programs import LEASE_SECONDS, engine_rate, engine_target, store
+from .printed import printed
 
 MODEL = bytes(16)
 WARM = 4
@@ -142,15 +141,9 @@ def main() -> int:
     parser.add_argument("--page-kib", default=1024, help="KiB of a page (1024)", **whole)
     parser.add_argument("--rounds", default=12, help="of ours (12)", **whole)
     parser.add_argument("--seconds", default=3, help="of each of three runs of theirs (3)", **whole)
-    parser.add_argument("--json", action="store_true", help="as all results are printed")
+    parser.add_argument("--json", action="store_true", help="one object, with how it was made")
     chosen = parser.parse_args()
-    try:
-        found = run(chosen)
-    except PykernelsError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(provenance() | found))
-    return int(found["wrong"] > 0)
+    return printed(partial(run, chosen), chosen.json)
 
 
 if __name__ == "__main__":

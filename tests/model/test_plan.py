@@ -39,7 +39,8 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert ours == pytest.approx(sum(e.bytes for e in examine(tmp_path).entries), rel=0.02)
     found = planned(str(tmp_path), *H200, "--device", "cpu")
     assert found["source"] == "its headers"
-    assert found["serve"] == f"pykernels serve --model {tmp_path} --device cpu"
+    drafts = " --draft auto"
+    assert found["serve"] == f"pykernels serve --model {tmp_path} --device cpu{drafts}"
 
 
 def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def dslp(
     check_several("dslp", execution)
     lengths = prompts.check()
     check_plot(plot)
-    check_gpu(execution)
+    check_gpu(execution, needed=True)
     execution = replace(settled(execution), experts="cpu", prefill="stream")
     ways = ways_of(execution, prompts)
     from ..turns import rows

@@ -76,7 +76,7 @@ def tensor(
     batches = numbers("--batches", cases.batches, "1,4")
     ways = _ways(execution, cases)
     check_plot(plot)
-    check_gpu(execution)
+    check_gpu(execution, needed=True)
     execution = settled(execution)
     from runtime.profiling.engine_speed import EngineTimer, Load
 

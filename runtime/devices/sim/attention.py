@@ -44,8 +44,8 @@ class Attention:
 
     @cached_property
     def touched(self) -> Mapping[str, float]:
-        """The part that a step uses of a buffer, by name, where it does not use all: it uses what is
-        rotated of the queries of expanded sequences."""
+        """The part that a step uses of a buffer, by name, where it does not use all: of the queries
+        of expanded sequences it uses what is rotated."""
         if not self.expands:
             return {}
         found = {}

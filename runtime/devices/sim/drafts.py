@@ -58,7 +58,7 @@ class DraftForecast:
             return f"off: {self.why_none}"
         if not self.pays:
             return "off"
-        return f"checked where text repeats itself, for up to {self.best[1]:.2f} x decode"
+        return f"--draft auto has up to {self.best[1]:.2f} x decode where text repeats itself"
 
     @property
     def cost(self) -> str:
