@@ -38,3 +38,15 @@ def block_of(p, lengths, slots, S, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
         blocks = tl.where(here, (length + ROWS - 1) // ROWS, 0)
         s = tl.sum((tl.cumsum(blocks, 0) <= p).to(tl.int32), 0)
         return s, p - tl.sum(tl.where(i < s, blocks, 0), 0)
+
+
+@triton.jit
+def first_block(s, lengths, slots, S, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """The program whose block ``block_of`` says to be the first one of sequence ``s``."""
+    if SEQUENCES == 0:
+        return s
+    else:
+        i = tl.arange(0, SEQUENCES)
+        length = tl.load(lengths + i, mask=i < s, other=0)
+        here = tl.load(slots + i, mask=i < s, other=-1) >= 0
+        return tl.sum(tl.where(here, (length + ROWS - 1) // ROWS, 0), 0)

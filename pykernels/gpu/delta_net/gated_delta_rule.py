@@ -14,7 +14,7 @@ from ..common.strides import check_out
 from ..limits import DELTA_CHUNK as CHUNK
 from .blocks import most_blocks, sequences_of
 from .checks import check_floats, check_states
-from .chunked import scan_chunks, within_chunks
+from .chunked import outputs_of_chunks, scan_chunks, within_chunks
 from .recurrent import recurrent
 
 MAX_HEAD = 128
@@ -30,12 +30,18 @@ class DeltaRulePlan:
     Attributes:
         chunked: in chunks of 64 tokens; else token by token.
         v_block: columns of a head's state that a program has.
-        num_warps: of a program.
+        num_warps: of a program, in chunks of one that needs no state.
+        scan_warps, num_stages: of one that goes from chunk to chunk.
+        out_block, out_warps: columns and warps of one that writes a chunk's outputs.
     """
 
     chunked: bool
     v_block: int = 32
     num_warps: int = 8
+    scan_warps: int = 4
+    num_stages: int = 3
+    out_block: int = 64
+    out_warps: int = 8
 
 
 def shipped_plan(max_length: int) -> DeltaRulePlan:
@@ -121,32 +127,72 @@ def gated_delta_rule(
     if not T or not batch.S or not batch.max_length:
         return out
     chosen = plan or shipped_plan(batch.max_length)
+    heads = {"HK": HK, "GROUP": 1 if tiled else HV // HK, "DK": DK, "DV": DV}
+    options = {**heads, "K_BLOCK": triton.next_power_of_2(DK)}
     scale = DK**-0.5 if scale is None else float(scale)
-    qk_strides = (*q.stride()[:2], *k.stride()[:2])
-    gate_strides = (g.stride(0), beta.stride(0))
-    sequences = (batch.starts, batch.lengths, batch.slots)
-    strides = (*qk_strides, *v.stride()[:2], *gate_strides)
-    v_block = min(chosen.v_block, triton.next_power_of_2(DV))
-    options = {"HK": HK, "GROUP": 1 if tiled else HV // HK}
-    options |= {"DK": DK, "K_BLOCK": triton.next_power_of_2(DK)}
-    grid, warps = (triton.cdiv(DV, v_block), HV, batch.S), chosen.num_warps
-    options_of_v = {**options, "DV": DV, "V_BLOCK": v_block, "num_warps": warps}
-    if not chosen.chunked:
-        recurrent[grid](
-            q, k, v, g, beta, state, *sequences, batch.past, out, scale, float(eps), *strides, HV,
-            **options_of_v,
-        )  # fmt: skip
-        return out
-    half = all(x.dtype == k.dtype != torch.float32 for x in (q, k, v))
-    kind = k.dtype if half else torch.float32
-    inverses, scores = (k.new_empty(T, HV, CHUNK, dtype=kind) for _ in "is")
-    products = {"HALF": half, "WIDE": interpreted()}
-    within_chunks[(most_blocks(batch, T, CHUNK), HV)](
-        q, k, g, beta, *sequences, inverses, scores, scale, float(eps), *qk_strides, *gate_strides,
-        HV, batch.S, SEQUENCES=sequences_of(batch, CHUNK), **options, **products, num_warps=warps,
-    )  # fmt: skip
-    scan_chunks[grid](
-        q, k, v, g, beta, state, *sequences, batch.past, inverses, scores, out, scale, float(eps),
-        *strides, HV, **options_of_v, **products, num_stages=3 if half else 1,
-    )  # fmt: skip
+    run = _in_chunks if chosen.chunked else _in_turn
+    run(q, k, v, g, beta, state, batch, scale, float(eps), out, chosen, options)
     return out
+
+
+def _in_turn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    batch: StateBatch,
+    scale: float,
+    eps: float,
+    out: torch.Tensor,
+    plan: DeltaRulePlan,
+    options: dict[str, int],
+) -> None:
+    HV, DV = v.shape[1:]
+    v_block = min(plan.v_block, triton.next_power_of_2(DV))
+    recurrent[(triton.cdiv(DV, v_block), HV, batch.S)](
+        q, k, v, g, beta, state, batch.starts, batch.lengths, batch.slots, batch.past, out, scale,
+        eps, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0), HV,
+        **options, V_BLOCK=v_block, num_warps=plan.num_warps,
+    )  # fmt: skip
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    batch: StateBatch,
+    scale: float,
+    eps: float,
+    out: torch.Tensor,
+    plan: DeltaRulePlan,
+    options: dict[str, int],
+) -> None:
+    (T, HV, DV), DK = v.shape, k.shape[2]
+    half = all(x.dtype == k.dtype != torch.float32 for x in (q, k, v))
+    kind, blocks = k.dtype if half else torch.float32, most_blocks(batch, T, CHUNK)
+    of_keys, deltas = (k.new_empty(T, HV, D, dtype=kind) for D in (DK, DV))
+    states = k.new_empty(blocks, HV, DK, DV, dtype=kind)
+    logs = k.new_empty(2, HV, T, dtype=torch.float32)
+    # The interpreter multiplies bf16 as integers: there, products are of float32.
+    options |= {"SEQUENCES": sequences_of(batch, CHUNK), "HALF": half and not interpreted()}
+    columns = triton.next_power_of_2(DV)
+    v_block, out_block = min(plan.v_block, columns), min(plan.out_block, columns)
+    sequences, sizes = (batch.starts, batch.lengths, batch.slots), (HV, batch.S, T)
+    within_chunks[(blocks, HV)](
+        k, v, g, beta, *sequences, of_keys, deltas, logs, eps, *k.stride()[:2], *v.stride()[:2],
+        g.stride(0), beta.stride(0), *sizes, **options, V_BLOCK=columns, num_warps=plan.num_warps,
+    )  # fmt: skip
+    scan_chunks[(triton.cdiv(DV, v_block), HV, batch.S)](
+        k, of_keys, deltas, logs, state, states, *sequences, batch.past, *k.stride()[:2], *sizes,
+        **options, V_BLOCK=v_block, num_warps=plan.scan_warps,
+        num_stages=plan.num_stages if half else 1,
+    )  # fmt: skip
+    outputs_of_chunks[(blocks, HV, triton.cdiv(DV, out_block))](
+        q, k, deltas, logs, states, *sequences, out, scale, eps, *q.stride()[:2], *k.stride()[:2],
+        *sizes, **options, V_BLOCK=out_block, num_warps=plan.out_warps,
+    )  # fmt: skip
