@@ -131,6 +131,8 @@ def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
     roofs = [row["roof_gbps"] for row in data["rows"] if row.get("roof_gbps")]
     roof = median(roofs) if roofs else 0.0
     for row in data["rows"]:
+        if "why" in row:
+            continue  # it was not measured
         device, experts, deferred = PLACES[row.get("place", "CPU alone")]
         kind = "decode" if row["op"] == "e2e decode" else "prompt"
         if kind == "prompt" and device != "cpu" and experts == "cpu" and date < WAYS:

@@ -135,10 +135,11 @@ def _first(llm: LLM, prompt: list[int], cached: range = range(1)) -> float:
     (answer,) = llm.engine.generate([prompt], params)[0].completions
     stats = answer.stats
     if stats.cached_tokens not in cached:
-        raise PykernelsError(
-            f"{stats.cached_tokens} tokens of a conversation were cached, not {cached[-1]}",
-            "Give fewer tokens, or a larger disk",
-        )
+        wrong = f"{stats.cached_tokens} tokens of a conversation were cached, not {cached[-1]}"
+        if any(level.declined for level in llm.engine.stats.kv_levels.values()):
+            wrong += ": the engine computes them, which takes less time here than reading them"
+            raise PykernelsError(wrong, "Give a larger --model")
+        raise PykernelsError(wrong, "Give fewer tokens, or a larger disk")
     assert stats.time_to_first_token is not None
     return stats.time_to_first_token
 
