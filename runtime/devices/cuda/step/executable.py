@@ -76,11 +76,11 @@ class GpuPart:
         """Begins a step.
 
         Args:
-            apart: in a thread, where it is not captured.
+            apart: in a thread, where the host might wait for the GPU.
         """
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self.graph.run, self._link)
-        elif apart and not self.graph.is_captured:
+        elif apart and not self.graph.fits_queues:
             stream = torch.cuda.current_stream(self.device)
             self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
@@ -257,8 +257,8 @@ class CudaExecutable:
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
-            # GPUs that wait for each other: the queue of one may be full before another has begun.
-            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            # GPUs that wait for each other: the queue of one may be full before another has begun,
+            # of a graph, too. Behind a full queue a host would wait whose other steps are to go on.
             several = len(self.gpus) > 1
             apart = several or bool(self._gates)
             if self.link is not None:
