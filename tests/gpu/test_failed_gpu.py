@@ -84,7 +84,7 @@ def test_a_parked_step_is_not_given_up() -> None:
         assert link.given_up.wait(10)
 
 
-def test_a_step_that_stands_still_ends_before_anyone_awaits_its_result() -> None:
+def test_a_step_whose_end_nobody_awaits_is_given_up() -> None:
     """Whoever has other steps to do asks again and again whether it has ended."""
     gpus = two_gpus()
     made = bound(sums(gpus, 3, 16), gpus, 16)
