@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from runtime.program.analysis import dependencies
 from runtime.program.sizes import StepSizes
 
 from ..model import tiny
+from .two_gpus import bound, sums, two_gpus
 
 
 class Stream:
@@ -106,3 +110,22 @@ def test_a_thread_launches_no_further_ahead_than_fits(
     monkeypatch.setattr(torch.cuda, "Event", Marker)
     CapturedGraph([launch] * 2000, torch.device("cuda")).run(paced=True)
     assert launched == 2000
+
+
+def test_graphs_longer_than_queues_are_launched_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host comes back from the launch of one GPU's graph only when the other's is launched, for
+    which it waits."""
+    gpus = two_gpus()
+    executable = bound(sums(gpus, 3, 16), gpus, 16).executable
+    both = threading.Barrier(len(gpus), timeout=20)
+    for part in executable.gpus:
+        part.graph = CapturedGraph([lambda: None] * 2000, torch.device("cuda"))
+        captured: Any = SimpleNamespace(replay=both.wait)
+        ended: Any = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
+        part.graph._graph, part._ended = captured, ended
+    stream = SimpleNamespace(record_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    executable.run()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,33 @@ def test_gpus_that_wait_for_each_other_are_given_up() -> None:
     link = _Link()
     with Watch().over([_Waits(), _Waits()], link, limit_s=0.3):
         assert link.given_up.wait(10) and not link.released.is_set()
+
+
+def test_a_parked_step_is_not_given_up() -> None:
+    link, parked = _Link(), [True]
+    with Watch().over([_Waits(), _Waits()], link, 0.3, lambda: parked[0]):
+        assert not link.given_up.wait(1)
+        parked[0] = False
+        assert link.given_up.wait(10)
+
+
+def test_a_step_whose_end_nobody_awaits_is_given_up() -> None:
+    """Whoever has other steps to do asks again and again whether it has ended."""
+    gpus = two_gpus()
+    made = bound(sums(gpus, 3, 16), gpus, 16)
+    executable, end = made.executable, time.monotonic() + 20
+    made.assert_adds(1, 2, 3)
+    last = executable.gpus[1]
+    ops = [node.op for node in last.memory.program.nodes]
+    launches = last.graph.launches
+    last.graph.launches = (*launches[: ops.index("submit")], *launches[ops.index("submit") + 1 :])
+    executable._limit_s = 0.3
+    executable.launch()
+    while not executable.ready():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with pytest.raises(DeviceLost, match="GPUs have waited for each other in vain"):
+        executable.result()
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,11 +76,11 @@ class GpuPart:
         """Begins a step.
 
         Args:
-            apart: in a thread, where it is not captured.
+            apart: in a thread, where the host might wait for the GPU.
         """
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self.graph.run, self._link)
-        elif apart and not self.graph.is_captured:
+        elif apart and not self.graph.fits_queues:
             stream = torch.cuda.current_stream(self.device)
             self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
@@ -212,7 +212,7 @@ class CudaExecutable:
                 parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
-        self._beside = any(on.gate is not None for on in gpus.values())
+        self._gates = [on.gate for on in gpus.values() if on.gate is not None]
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
@@ -224,6 +224,7 @@ class CudaExecutable:
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
         self._limit_s = LIMIT_S if self.cpu is None else math.inf  # the workers are watched apart
+        self._watched = ExitStack()  # from a step's launch to its result
 
     def compile(self) -> None:
         """Compiles the GPUs' kernels, several at a time; those of copies when they run first."""
@@ -256,11 +257,14 @@ class CudaExecutable:
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
-            # GPUs that wait for each other: the queue of one may be full before another has begun.
-            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            # GPUs that wait for each other: the queue of one may be full before another has begun,
+            # of a graph, too. Behind a full queue a host would wait whose other steps are to go on.
             several = len(self.gpus) > 1
-            apart = several or self._beside
+            apart = several or bool(self._gates)
             if self.link is not None:
+                if self.link.clears:  # else nobody waits
+                    over = WATCH.over(self.gpus, self.link, self._limit_s, self._parked)
+                    self._watched.enter_context(over)
                 captured = all(part.graph.is_captured for part in self.gpus)
                 self.link.in_order = captured or not several
             for part in self.gpus:
@@ -283,11 +287,8 @@ class CudaExecutable:
             DeviceLost: a GPU failed, or waited in vain for another one.
         """
         flight = self._in_flight
-        meets = (
-            nullcontext() if self.link is None else WATCH.over(self.gpus, self.link, self._limit_s)
-        )
         try:
-            with meets:
+            with self._watched:
                 if flight is not None:
                     self._pool.wait(flight)
                     if flight.error is not None or not flight.done:
@@ -328,9 +329,13 @@ class CudaExecutable:
             with suppress(Exception):  # one is being raised already
                 part.result()
 
+    def _parked(self) -> bool:
+        return any(gate.closed for gate in self._gates)
+
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""
-        self._end()
+        with self._watched:
+            self._end()
         if self._in_flight is not None:
             self._pool.wait(self._in_flight)
 

@@ -56,6 +56,11 @@ class Gate:
             self._cancel()
             self._array[0] = _OPEN
 
+    @property
+    def closed(self) -> bool:
+        """Whether steps wait."""
+        return bool(self._array[0] != _OPEN)
+
     def launch(self, device: torch.device) -> Launch:
         """The wait, in the current stream of a device."""
         if device.type == "cuda":

@@ -20,6 +20,10 @@ from ..binders.dense import Launch
 CAPTURE = threading.Lock()
 """Held while launches are captured: CUDA then refuses what other threads ask of events."""
 _INTERPRETER = threading.Lock()
+QUEUED = 1024
+"""Launches of a graph of one stream that CUDA's queues take, whatever the GPU waits for; half as
+many of two streams. On an H200 the host came back from a graph of 4,571 nodes in one stream, not
+from 9,142; in two streams from 946 launches of a prompt's step, not from 1,066."""
 
 
 def in_turn(launch: Launch, device: torch.device) -> Launch:
@@ -150,6 +154,13 @@ class CapturedGraph:
     def is_captured(self) -> bool:
         """Whether it is launched by one call."""
         return self._graph is not None
+
+    @property
+    def fits_queues(self) -> bool:
+        """Whether ``run`` returns at once, even while the GPU waits. Else it may wait in the driver
+        until the GPU goes on; other threads launch meanwhile, on this GPU and on others."""
+        streams = 1 if self._second is None else 2
+        return self.is_captured and len(self.launches) * streams <= QUEUED
 
     def drop(self) -> None:
         """From now on every launch is a call again."""

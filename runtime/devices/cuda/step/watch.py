@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,13 +43,14 @@ class _Step:
     parts: Sequence[_Part]
     link: _Meets
     limit_s: float
+    parked: Callable[[], bool]
     passed: int = -1
     since: float = 0.0
 
     def stands_still(self) -> bool:
         """Whether no flag has been set for as long as it may take."""
         now, passed = time.monotonic(), self.link.passed
-        if passed != self.passed:
+        if passed != self.passed or self.parked():
             self.passed, self.since = passed, now
         return now > self.since + self.limit_s
 
@@ -64,16 +65,21 @@ class Watch:
 
     @contextmanager
     def over(
-        self, parts: Sequence[_Part], link: _Meets, limit_s: float = LIMIT_S
+        self,
+        parts: Sequence[_Part],
+        link: _Meets,
+        limit_s: float = LIMIT_S,
+        parked: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
-        """Within it the parts of a step run.
+        """Within it the parts of a step are launched, and run.
 
         Args:
             parts: of GPUs; ``ready`` raises what its GPU has failed with.
             link: where they meet. It is released then, so that nobody waits any more, and given up
                 if they stand still: none of them sets a flag for ``limit_s``.
+            parked: whether somebody holds the step up, who lets it go on.
         """
-        self._steps[id(parts)] = _Step(parts, link, limit_s)
+        self._steps[id(parts)] = _Step(parts, link, limit_s, parked)
         if self._thread is None:
             self._start()
         try:
