@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 MACHINES = {
@@ -57,6 +57,7 @@ class Row:
             nobody timed them.
         gpus: how several GPUs share the model, see ``ExecutionConfig.gpus``.
         steps: in which a prompt was read; 0: nobody counted them.
+        kv_gpu_gib, kv_attention: as of ``ExecutionConfig``.
     """
 
     machine: str
@@ -85,6 +86,8 @@ class Row:
     gpus: str = "auto"
     steps: int = 0
     apart: float = 1.0
+    kv_gpu_gib: float | Literal["auto"] = "auto"
+    kv_attention: str = "auto"
 
     @property
     def several(self) -> bool:
@@ -104,6 +107,9 @@ class Row:
         more += f", {self.slots} slots" if self.slots else ""
         more += ", two microbatches" if self.lanes > 1 else ""
         more += f", {self.way}" if self.way else ""
+        if self.kv_gpu_gib != "auto":
+            more += f", {self.kv_gpu_gib:g} GiB of keys and values there"
+            more += ", attention on CPU" if self.kv_attention == "cpu" else ""
         return f"{gpus}, experts on CPU{more}"
 
 
@@ -191,6 +197,8 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         measured=data["us_per_step"],
         nbytes=data["bytes_per_step"],
         spread=spread,
+        kv_gpu_gib=data.get("kv_gpu_gib", "auto"),
+        kv_attention=_attention_of(data),
     )
     if device == "cpu" or experts == "gpu":
         yield Row(
@@ -203,6 +211,12 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
             context=data["prompt"],
             measured=data["prefill_tok_s"],
         )
+
+
+def _attention_of(data: Mapping[str, Any]) -> str:
+    """``--kv-attention`` of a run, which only its command names."""
+    words = str(data.get("command", "")).split()
+    return words[words.index("--kv-attention") + 1] if "--kv-attention" in words else "auto"
 
 
 def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:

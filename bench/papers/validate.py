@@ -82,20 +82,27 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _laws(rows: Sequence[Row], machine: Machine | None = None) -> dict[tuple[object, ...], Routing]:
-    """How unevenly the tokens of a model's batches choose: the middle of what the bytes of its runs
-    say, each of which looked at some steps."""
+    """How unevenly the tokens of a run's batches choose, by ``_batch``: the middle of what the
+    bytes of its steps say. Of runs that counted none, by the same without the run: the middle of
+    others of the model and the batch, or of the nearest batch."""
     every: dict[tuple[object, ...], list[float]] = {}
     for row in rows:
         if row.batch > 1 and row.nbytes and row.date >= ACTUAL and row.experts == "cpu":
-            counted = every.setdefault((row.arch, row.layers, row.batch), [])
-            counted.append(_law(_case(row, machine), row).zipf)
+            law = _law(_case(row, machine), row).zipf
+            for key in (_batch(row), _batch(row)[:3]):
+                every.setdefault(key, []).append(law)
     found = {key: Routing(round(median(laws), 2)) for key, laws in every.items()}
-    for row in rows:  # of a batch that nobody counted: as the nearest one of the same model
-        own = [key for key in every if key[:2] == (row.arch, row.layers)]
+    for row in rows:
+        own = [key for key in every if key[:2] == (row.arch, row.layers) and len(key) == 3]
         if row.batch > 1 and own:
             nearest = min(own, key=lambda key: abs(int(str(key[2])) - row.batch))
-            found.setdefault((row.arch, row.layers, row.batch), found[nearest])
+            found.setdefault(_batch(row), found.get(_batch(row)[:3], found[nearest]))
     return found
+
+
+def _batch(row: Row) -> tuple[object, ...]:
+    """Rows with the same routing: of a run, its contexts are as alike as they are random."""
+    return row.arch, row.layers, row.batch, row.file
 
 
 def compare_moved(found: Sequence[Compared]) -> dict[tuple[str, str], list[Compared]]:
@@ -118,7 +125,7 @@ def compare_moved(found: Sequence[Compared]) -> dict[tuple[str, str], list[Compa
 def predicted(rows: Sequence[Row], machine: Machine) -> list[Compared]:
     """Predicts each row as a run on this machine; batches whose bytes nobody counted as uneven as
     ``RANDOM``."""
-    every = {(row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1}
+    every = {_batch(row): RANDOM for row in rows if row.batch > 1}
     laws = every | _laws(rows, machine)
     return [_compared(row, laws, row.date, machine) for row in rows]
 
@@ -136,6 +143,8 @@ def _case(row: Row, machine: Machine | None = None) -> Placed:
     machine = machine or find_machine(row.machine)
     if row.threads < machine.cpu.cores:
         machine = machine.with_threads(row.threads)
+    if row.roof_gbps:  # machines of one kind differ: what is read of memory was timed in each run
+        machine = machine.reading(row.roof_gbps)
     run = ExecutionConfig(
         device=row.device,
         experts=("cpu" if row.experts == "cpu" else "gpu") if row.device != "cpu" else "auto",
@@ -143,6 +152,8 @@ def _case(row: Row, machine: Machine | None = None) -> Placed:
         dual_batch=row.lanes > 1,
         gpus=row.gpus,
         prefill=row.way or "auto",
+        kv_gpu_gib=row.kv_gpu_gib,
+        kv_attention=row.kv_attention,
     )
     prompt = row.context if row.kind == "prompt" else 64
     context = row.context if row.kind == "decode" else 1
@@ -172,7 +183,7 @@ def _compared(
         why_not = "unsteady"
     elif row.kind == "prompt" and row.device != CPU and _is_untimed(row):
         why_not = "kernels never timed"
-    elif row.batch > 1 and (row.arch, row.layers, row.batch) not in laws:
+    elif row.batch > 1 and _batch(row) not in laws:
         why_not = "routing not counted"
     if row.kind == "prompt":
         if row.way:
@@ -180,7 +191,7 @@ def _compared(
             there = replace(there, case=replace(there.case, execution=run))
         prompt = predict_prompt(there, row.context)
         return Compared(row, prompt.tok_s, prompt.bound, RANDOM, why_not)
-    law = laws.get((row.arch, row.layers, row.batch), Routing()) if row.batch > 1 else Routing()
+    law = laws.get(_batch(row), Routing()) if row.batch > 1 else Routing()
     step = _step(there, row, law)
     return Compared(row, step.seconds * 1e6, step.bound, law, why_not)
 

@@ -171,6 +171,13 @@ class Machine:
         rate = cpu.read_gbps / slower
         return replace(self, cpu=replace(cpu, read_gbps=rate, contended_gbps=rate))
 
+    def reading(self, gbps: float) -> Machine:
+        """The machine if its cores read so many 1e9 bytes a second of main memory."""
+        cpu, contended = self.cpu, self.cpu.contended_gbps
+        if contended is not None:
+            contended *= gbps / cpu.read_gbps
+        return replace(self, cpu=replace(cpu, read_gbps=gbps, contended_gbps=contended))
+
     def with_threads(self, threads: int) -> Machine:
         """The machine if only so many cores compute: rates of computing are theirs, and of reading
         as many times one core's as memory allows."""
