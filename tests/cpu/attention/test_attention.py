@@ -85,12 +85,12 @@ DRAFTED = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTED)
-def test_tokens_of_a_sequence_have_the_bits_of_each_alone(name: str) -> None:
+@pytest.mark.parametrize(("name", "N"), [*((name, None) for name in DRAFTED), ("gqa", 8)])
+def test_tokens_of_a_sequence_have_the_bits_of_each_alone(name: str, N: int | None) -> None:
     """Up to eight in a step, as with drafts, over all lengths at which keys are split otherwise."""
     for tokens, keys in ((2, 60), (5, 130), (8, 260), (5, 515), (8, 516), (3, 1030)):
         together = Step([(tokens, keys)], **DRAFTED[name])
-        attention = make_attention(together.D_K, together.D_V, codes=together.codes)
+        attention = make_attention(together.D_K, together.D_V, N, together.codes)
         out, _ = together.run(attention)
         for t in range(tokens):
             alone = replace(together, sequences=[(1, keys - tokens + 1 + t)])
