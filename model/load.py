@@ -108,6 +108,8 @@ def load_engine(
         execution = _by_rules(execution, weights, config.model_type)
         execution, why = chosen_for(execution, engine, weights, config)
         engine.check_ways(execution)
+        if engine.draft is None and execution.device != CPU:
+            engine = replace(engine, draft="off")
         disk_bytes = _check_behind(execution, engine, passes)
         _begin_compiling(execution, engine, weights)
         placement, sizes = _fitted(execution, engine, weights, longest)
@@ -229,8 +231,14 @@ def chosen_for(
 def with_drafts(
     engine: EngineConfig, runner: PagedRunner, pool: WorkerPool
 ) -> tuple[EngineConfig, str]:
-    """The configuration with ``draft="auto"`` settled, and why in a line; "": it was not asked for.
-    It is off where drafts are predicted not to pay; where nothing is predicted, steps tell."""
+    """The configuration with ``draft`` settled that is "auto" or None, and why in a line; "": it
+    was not asked for, and is off.
+
+    It is off where drafts are predicted not to pay; where nothing is predicted, steps tell if it
+    was asked for. Else no step has more tokens than such of which each is computed as if it were
+    alone, so that no bit of a text depends on what was predicted and measured."""
+    if engine.draft is None:
+        return _unasked(engine, runner, pool)
     if engine.draft != AUTO:
         return engine, ""
     from .planner.forecast import forecast_of
@@ -245,6 +253,34 @@ def with_drafts(
     return (replace(engine, draft_times=found.times) if found.pays else off), found.line
 
 
+def _unasked(
+    engine: EngineConfig, runner: PagedRunner, pool: WorkerPool
+) -> tuple[EngineConfig, str]:
+    """``with_drafts`` where ``draft`` is left open."""
+    from .planner.forecast import forecast_of
+
+    off, known = replace(engine, draft="off"), runner.batch_invariance
+    drafts = min(engine.draft_tokens, known.tokens - 1)
+    if drafts < 1:
+        return off, ""
+    engine = replace(engine, draft=AUTO, draft_tokens=drafts, draft_step_tokens=known.tokens)
+    if (
+        why_none(engine, runner)
+        or (forecast := forecast_of(runner.model, runner.plan, pool)) is None
+    ):
+        return off, ""
+    found = forecast.drafts(drafts)
+    if not found.pays:
+        return off, ""
+    said = (
+        f"drafts: up to {found.best[1]:.2f} x decode where text repeats itself, and every text is"
+    )
+    return (
+        replace(engine, draft_times=found.times),
+        f"{said} the same bits as with --draft off: {found.cost}",
+    )
+
+
 def _given(
     execution: ExecutionConfig, engine: EngineConfig, settings: dict[str, Any]
 ) -> tuple[ExecutionConfig, EngineConfig]:
@@ -257,7 +293,7 @@ def _given(
             raise PykernelsError(f"load_engine has no setting {name!r}", hint)
     own, others = ({n: v for n, v in settings.items() if n in some} for some in names)
     execution, engine = replace(execution, **own), replace(engine, **others)
-    if engine.draft == "off" and engine.draft_tokens != EngineConfig.draft_tokens:
+    if engine.draft in (None, "off") and engine.draft_tokens != EngineConfig.draft_tokens:
         hint = 'Add draft="ngram"'
         raise SettingError("draft_tokens", engine.draft_tokens, hint, "without drafts")
     if engine.draft in DRAFTERS and execution.prefill == "stream":

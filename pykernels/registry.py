@@ -41,6 +41,9 @@ class Backend:
             (``make_tiles`` of ``cpu.gemv.portable``): everything around them is then plain Numba.
         gemm_from: ``gemm_from(fmt, activations, target)``: tokens of an expert from which its GEMM
             is taken to win without a calibration, None for no GEMM; None for a backend without one.
+        batch_invariant_to: ``batch_invariant_to(fmt, activations)``: tokens of a pass up to which
+            each one's products by its tiles are the bits that it has alone, None for any number;
+            None for a backend whose tiles always give these.
         instruction: ``instruction(activations, target)``: which of ``cpu.roofline.FLOPS`` it
             multiplies many tokens with; None for none of them.
         formats: that it has tiles of; none: those of ``tables``.
@@ -54,6 +57,7 @@ class Backend:
     permission: Callable[[], None] | None = None
     build: Reference = ""
     gemm_from: Reference | None = None
+    batch_invariant_to: Reference | None = None
     instruction: Reference | None = None
     formats: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
@@ -110,6 +114,7 @@ BACKENDS = [
         request_permission,
         build="pykernels.cpu.backends.amx:make",
         gemm_from="pykernels.cpu.backends.amx:gemm_from",
+        batch_invariant_to="pykernels.cpu.backends.amx:batch_invariant_to",
         instruction="pykernels.cpu.backends.amx:instruction",
         tables=_VECTORS,
     ),

@@ -10,6 +10,7 @@ one without drafts, since its tokens choose more experts: by how much, a machine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .execution import ExecutionPlan
 from .lowerable import Lowerable
@@ -17,6 +18,20 @@ from .lowerable import Lowerable
 LEAST = 1.05
 """Times the tokens for the same time from which drafts are worth it: below, a prediction is too
 rough, and so is what was seen of a text."""
+
+
+@dataclass(frozen=True)
+class BatchInvariance:
+    """Up to how many tokens of a step each one's results are the bits that it has in a step of its
+    own, so that no text depends on which drafts were checked.
+
+    Attributes:
+        tokens: at most; 1: nothing is known of more.
+        why: why not more, as a clause.
+    """
+
+    tokens: int = 1
+    why: str = "tokens of a step are added up together"
 
 
 def expected_tokens(drafts: int, acceptance: float) -> float:

@@ -16,7 +16,7 @@ from pykernels.errors import PykernelsError
 from ..kv_cache.layout import PAGE
 from ..kv_cache.page_store import HostPages, PageStore
 from ..planning.compile import Compiled, compile
-from ..planning.drafts import why_no_drafts
+from ..planning.drafts import BatchInvariance, why_no_drafts
 from ..planning.execution import ExecutionPlan, Phase, Step
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
@@ -152,6 +152,11 @@ class PagedRunner(ABC):
     def why_no_drafts(self) -> str:
         """See ``runner.batch.Runner``."""
         return why_no_drafts(self.plan, self.model)
+
+    @property
+    def batch_invariance(self) -> BatchInvariance:
+        """Up to how many tokens of a step each one is computed as it would be alone."""
+        return BatchInvariance()
 
     @property
     def deferred(self) -> int:

@@ -48,6 +48,20 @@ def test_right_drafts_save_steps() -> None:
     check_pages(engine._core.scheduler.manager, [])
 
 
+def test_a_step_with_drafts_has_no_more_tokens_than_it_may() -> None:
+    """Of two sequences: those without drafts, and a prompt's, count."""
+    runner, drafter = FakeRunner(), Known()
+    config = EngineConfig(draft_tokens=8, draft_step_tokens=6)
+    engine = Engine(runner, threaded=False, drafter=lambda: drafter, config=config)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    for seed, prompt in enumerate(prompts):
+        drafter.add(prompt, expected(prompt, seed, 30))
+    params = [SamplingParams(seed=seed, max_tokens=30) for seed in range(2)]
+    for seed, result in enumerate(engine.generate(prompts, params)):
+        assert result.token_ids == expected(prompts[seed], seed, 30)
+    assert max(runner.sizes[1:]) == 6
+
+
 class Odd:
     """A constraint: tokens of one parity, then of the other."""
 

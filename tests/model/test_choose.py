@@ -109,14 +109,15 @@ def test_drafts_are_checked_where_reading_takes_longest(
 
     monkeypatch.setattr("model.planner.forecast.forecast_of", forecast)
     ids, texts = [5, 6, 7, 8] * 8, []
-    for settings in ({"draft": "auto"}, {}):
+    for settings in ({"draft": "auto"}, {}, {"draft": "off"}):
         with model.load_engine(tmp_path, device="cpu", max_num_seqs=1, **settings) as llm:
             texts.append(llm.generate(ids, temperature=0, max_tokens=48, ignore_eos=True).token_ids)
-            if settings:
+            if settings != {"draft": "off"}:
                 assert llm.engine.config.draft == ("auto" if auto == "ngram" else "off")
-                assert any(line.startswith("drafts: ") for line in llm.decisions)
+                said = any(line.startswith("drafts: ") for line in llm.decisions)
+                assert said == (auto == "ngram" or bool(settings))
                 assert (llm.engine.stats.accepted_tokens > 0) == (auto == "ngram")
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

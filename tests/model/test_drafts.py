@@ -7,20 +7,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
+from pykernels.registry import kernels
+from pykernels.target import detect
 from runtime.engine import Engine, EngineConfig, Result, SamplingParams
 from runtime.runner.paged_runner import PagedRunner
 
 from ..cpu.kernels import fastest
 from ..engine.test_drafts import Known
 from ..runners import cpu_runner, ref_runner
+from . import tiny
 
 PROMPTS = ("def quicksort(xs):", "class Stack:\n    def __init__(self):", "    raise ValueError(")
 PARAMS = (
@@ -97,6 +102,40 @@ def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> No
             assert found.token_ids == plain.token_ids
             assert after.steps - before.steps < 24
             assert after.accepted_tokens - before.accepted_tokens > 24
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "gemma4_text": {"sliding_window": 100},
+    "gpt_oss": {"sliding_window": 300},
+    "qwen3_moe": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_depends_on_drafts(family: str, tmp_path: Path) -> None:
+    """On a CPU, over a text that is longer than attention's splits of keys."""
+    gains = tiny.Gains(layers=0.7, head=0.5, router=0.5, choice=0.1)
+    sizes = {"max_position_embeddings": 1200, **FAMILIES[family]}
+    tiny.make(tmp_path, family, gains=gains, **sizes)
+    ids = torch.randint(2, 96, (30,), generator=torch.Generator().manual_seed(1)).tolist() * 8
+    few = dict.fromkeys(range(5, 8), 9.0)  # tokens, so that it repeats itself
+    params = SamplingParams(
+        temperature=0, max_tokens=760, ignore_eos=True, logprobs=0, logit_bias=few
+    )
+    here = [each.name for each in kernels() if each.supports("bf16", detect()) is None]
+    for kernel in dict.fromkeys((fastest(), "avx2" if "avx2" in here else "generic")):
+        how: dict[str, Any] = {"kernel": kernel, "threads": 1, "max_num_seqs": 1}
+        found, drafts = [], {"draft": "off"}
+        for _ in range(2):
+            with model.load_engine(tmp_path, device="cpu", **how, **drafts) as llm:
+                (result,) = llm.engine.generate([ids], params)
+                logprobs = [each.logprob for each in result.completions[0].logprobs]
+                found.append((result.token_ids, logprobs))
+                most = min(4, llm.runner.batch_invariance.tokens - 1)
+                drafts = {"draft": "ngram", "draft_tokens": most}
+        assert found[0] == found[1]
+        assert llm.engine.stats.accepted_tokens > 100
 
 
 def test_auto_drafts_what_repeats_itself_and_nothing_else(llm: LLM) -> None:

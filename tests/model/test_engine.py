@@ -77,7 +77,7 @@ def test_logits_are_within_bfloat16_of_transformers(case: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with model.load_engine(model.EMBEDDED, kernel=fastest()) as made:
+    with model.load_engine(model.EMBEDDED, kernel=fastest(), draft="off") as made:
         yield made
 
 

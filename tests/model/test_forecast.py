@@ -48,7 +48,7 @@ def test_generate_says_once_that_a_model_is_not_as_fast(monkeypatch: pytest.Monk
         return Forecast(lowerable, plan, slow())
 
     monkeypatch.setattr("model.planner.forecast.forecast_of", forecast_of)
-    words = ["generate", "--max-new-tokens", "110", "--temperature", "0", "x ="]
+    words = ["generate", "--max-new-tokens", "110", "--temperature", "0", "--draft", "off", "x ="]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("are predicted (one sequence") == 1

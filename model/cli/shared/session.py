@@ -179,7 +179,7 @@ def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
     execution.check_eager()
     unset = EngineConfig()
     for name in ("draft", "draft_tokens", "max_model_len"):
-        if (value := getattr(engine, name)) != getattr(unset, name):
+        if (value := getattr(engine, name)) not in (getattr(unset, name), "off"):
             raise SettingError(name, value, "Leave out --eager and its kin", "is for the engine")
 
 

@@ -14,8 +14,10 @@ PAGE = 64
 SPLIT_KEYS = 512
 """Keys of one split: 512 n to 512 (n + 1), so that sums depend on nothing but the sequence."""
 SHORT_SPLIT_KEYS, FEW_SPLITS = 128, 32
-"""Keys of one split where a sequence has one token in the step, sees more than two such splits, and
-would have fewer items than ``FEW_SPLITS``: many cores have work at short contexts too."""
+"""Keys of one split where a token sees more than two such splits, and would have fewer items than
+``FEW_SPLITS``: many cores have work at short contexts too. So it is of a sequence with one token in
+the step, and where the step has no more than ``SPLIT_TOKENS``, as with drafts: then each token's
+result is the same bits as if it were alone."""
 SPLIT_TOKENS = 8
 """A sequence with more tokens in the step has tiles enough: its keys are not split."""
 COMBINE_ROWS = 8

@@ -80,12 +80,14 @@ class AttentionKernel:
         most = -(-SPLIT_TOKENS // few)  # and of one of these
         ranges = keys // SPLIT_KEYS
         splits = min(most * (ranges + 2 * S), short * (ranges + 2))
-        most_short = min(-(-FEW_SPLITS // (KVH * chunks)), ranges + 1) * _SHORT_IN_SPLIT + 1
-        shorter = S * most_short  # short splits of sequences with one token
+        most_short = min(-(-FEW_SPLITS // (KVH * chunks)), ranges + 1) * _SHORT_IN_SPLIT + 2
+        # Short splits: of sequences with one token each, or of a step of few tokens.
+        shorter = max(min(S, T), min(SPLIT_TOKENS, T)) * most_short
+        cuts = 2 * min(S, SPLIT_TOKENS)  # tiles more, where tokens side by side are split unlike
         rows = few * heads
         return AttentionWorkspace(
-            items_capacity=KVH * chunks * (whole + splits + shorter),
-            combines_capacity=KVH * chunks * short * -(-rows // COMBINE_ROWS),
+            items_capacity=KVH * chunks * (whole + splits + shorter + cuts),
+            combines_capacity=KVH * chunks * (short + cuts) * -(-rows // COMBINE_ROWS),
             partial_bytes=KVH
             * chunks
             * (

@@ -13,7 +13,7 @@ from ..gemv import amx as gemv_amx
 from ..gemv import avx512 as gemv_avx512
 from ..intrin import amx
 from ..isa import Instructions, instructions
-from ..weights.layout import PACKINGS, WIDE
+from ..weights.layout import INTEGERS, PACKINGS, WIDE
 from . import avx512
 from .avx512 import epilogue
 from .parts import Parts
@@ -87,6 +87,14 @@ def gemm_from(fmt: str, activations: str, target: Target) -> int:
     if fmt in WIDE:
         return avx512.gemm_from(fmt, activations, target)
     return _LATER.get((fmt, activations), GEMM_FROM)
+
+
+def batch_invariant_to(fmt: str, activations: str) -> int | None:
+    """Tokens of a pass up to which each one's products are the bits that it has alone; None for any
+    number: AMX adds up integers exactly, bfloat16 in another order than AVX-512."""
+    if activations == "int8" or fmt in INTEGERS or fmt not in gemv_amx.FROM:
+        return None
+    return gemv_amx.FROM[fmt] - 1
 
 
 def instruction(activations: str, target: Target) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ...planning.compile import Compiled
+from ...planning.drafts import BatchInvariance
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
 from ...planning.placement import CPU
@@ -15,6 +16,7 @@ from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import PagedRunner
 from ...workers.fence import make_fence
 from ...workers.pool import WorkerPool
+from .batch_invariance import batch_invariance
 from .step import CpuExecutable
 from .weights import layouts
 
@@ -48,6 +50,10 @@ class CpuRunner(PagedRunner):
     def bind(self, batch: StepBatch) -> None:
         super().bind(batch)
         make_fence()  # compiled now, not between two tokens
+
+    @property
+    def batch_invariance(self) -> BatchInvariance:
+        return batch_invariance(self.compiled().parts[CPU], self.plan.kernel)
 
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(

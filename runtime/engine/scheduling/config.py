@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pykernels.errors import PykernelsError
 
 from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
-from .draft_limits import AUTO, AUTO_ROWS, DRAFTERS, MOST_DRAFTS, check_drafts
+from .draft_limits import AUTO, AUTO_ROWS, DRAFTERS, MOST_DRAFTS, UNASKED_TOKENS, check_drafts
 from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
@@ -102,10 +102,13 @@ class EngineConfig:
         draft: where drafts of an output's next tokens come from, all of which one step checks:
             "ngram": what came behind the same tokens before (prompt lookup); "auto": these too,
             where drafts of the output were right so often of late that more are worth their time;
-            "off": there are none. What is drawn is the same, but where rounding decides.
+            "off": there are none. What is drawn is the same, but where rounding decides. None:
+            "auto" where no bit depends on drafts and it is predicted to pay, which who loads a
+            model knows; else "off".
         draft_tokens: drafts of an output in a step, at most.
         draft_times: of "auto": times as long as a step without drafts those take that check 1, 2,
             ... of one sequence, as predicted; empty: by steps that have run alone.
+        draft_step_tokens: tokens of a step with drafts, at most; None: as many as a step has.
         overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
             is drawn is the same.
 
@@ -218,17 +221,19 @@ class EngineConfig:
     )
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
-    draft: str = option(
-        "off",
+    draft: str | None = option(
+        None,
         "Guess an output's next tokens, and check them in one step: by what came behind the same"
         " tokens before (ngram), or so where that pays (auto). The text is the same, but where"
-        " rounding decides between two tokens.",
+        " rounding decides between two tokens; left open, that never happens.",
         "auto|ngram|off",
+        shown="auto on a CPU where it is predicted to pay, else off",
     )
     draft_tokens: int = option(
         4, "Guessed tokens of an output in a step, at most.", "N", kind=int, least=1
     )
     draft_times: tuple[float, ...] = ()
+    draft_step_tokens: int | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -239,7 +244,8 @@ class EngineConfig:
             if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name in _OR_NONE else 1, most)
         check_whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTS)
-        check_one_of("draft", self.draft, (*DRAFTERS, AUTO, "off"))
+        if self.draft is not None:
+            check_one_of("draft", self.draft, (*DRAFTERS, AUTO, "off"))
         if self.draft in DRAFTERS:
             check_drafts(self.draft_tokens, self)
         for name in ("target_itl_ms", "ageing_seconds"):
@@ -320,7 +326,7 @@ class EngineConfig:
         """Makes what ``draft`` is, for one output."""
         from ..requests.drafters import PromptLookup
 
-        return None if self.draft == "off" else PromptLookup
+        return None if self.draft in (None, "off") else PromptLookup
 
     @property
     def num_logits(self) -> int | None:
@@ -328,6 +334,8 @@ class EngineConfig:
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
         every = self.max_num_seqs * (1 + self.draft_tokens)
+        if self.draft is None:
+            return min(every, max(self.max_num_seqs, UNASKED_TOKENS))
         if self.draft == AUTO:  # drafts of many sequences at once do not pay
             return min(every, self.max_num_seqs + AUTO_ROWS)
         return every

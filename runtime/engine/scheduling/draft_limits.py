@@ -13,6 +13,10 @@ AUTO = "auto"
 AUTO_ROWS = 16
 """Drafts of all outputs in a step, at most, where they are checked if that pays."""
 
+UNASKED_TOKENS = 8
+"""Tokens of a step with drafts, at most, where nobody asked for drafts: those of which each can be
+computed as if it were alone."""
+
 MOST_DRAFTS = 256
 """Most drafts of an output in a step."""
 

@@ -45,7 +45,9 @@ def drafts_of(
         return None
     make = make or config.drafter
     policy = DraftPolicy(config.draft_times) if config.draft == AUTO else None
-    return None if make is None else Drafts(make, config.draft_tokens, runner, lost, policy)
+    if make is None:
+        return None
+    return Drafts(make, config.draft_tokens, runner, lost, policy, config.draft_step_tokens)
 
 
 def why_none(config: EngineConfig, runner: Runner) -> str:
@@ -71,6 +73,7 @@ class Drafts:
         most: of a sequence in a step.
         lost: the errors of drafters are put here, by request.
         policy: says which are worth checking; None: all are.
+        step_tokens: of a step with drafts, at most; None: any number.
 
     Raises:
         PykernelsError: a step of the runner has no room for so many, or cannot take them back.
@@ -83,9 +86,11 @@ class Drafts:
         runner: Runner,
         lost: dict[Request, Exception],
         policy: DraftPolicy | None = None,
+        step_tokens: int | None = None,
     ) -> None:
         self._make, self._most, self._vocab_size = make, most, runner.vocab_size
         self._lost, self._policy = lost, policy
+        self.step_tokens = runner.max_num_batched_tokens if step_tokens is None else step_tokens
         check_taken_back(runner)
         check_drafts(most, runner)
 
@@ -117,6 +122,7 @@ class Drafts:
 
     def may_have(self, request: Request, most: int, sequences: int) -> bool:
         """Whether a step of so many sequences may check drafts of a request, ``most`` at most."""
+        most = min(most, self.step_tokens - sequences)
         if most <= 0 or self._policy is None:
             return most > 0
         return self._policy.may_pay(sequences, request.acceptance.rate, min(most, self._most))

@@ -155,7 +155,8 @@ class Scheduler(Queues):
             return None
         drafts: list[list[int]] = []
         if self._drafts is not None and proposed:  # they have what prompts leave
-            tokens = most - len(decoding) - sum(chunk.size for chunk in chunks)
+            tokens = min(most, self._drafts.step_tokens)
+            tokens -= len(decoding) + sum(chunk.size for chunk in chunks)
             logits = self.max_num_logits - len(decoding)
             logits -= sum(chunk.completes + len(chunk.logprob_positions) for chunk in chunks)
             fits = self._drafts.fitting(self.manager, decoding, proposed, min(tokens, logits))

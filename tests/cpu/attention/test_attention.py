@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,34 @@ def test_a_sequence_alone_has_the_same_bits() -> None:
         alone.q, alone.k, alone.v = together.q[s : s + 1], together.k, together.v
         alone.table = together.table[s : s + 1]
         assert torch.equal(alone.run(attention)[0], out[s : s + 1])
+
+
+DRAFTED = {
+    "gqa": {**GQA, "NH": 14},  # 14 rows of two tokens, 56 of eight
+    "mla": SMALL_MLA | {"NH": 40},  # tiles of six tokens
+    "many-heads": {**GQA, "NH": 16, "KVH": 16},  # no short splits from 513 keys on
+    "window": {**GQA, "window": 100, "sinks": True},
+    "window-1": {**GQA, "window": 1, "sinks": True},
+    "window-3": {**GQA, "window": 3, "sinks": True},
+    "long-window": {**GQA, "window": 300, "sinks": True},
+    "gqa-fp8": {**GQA, "codes": 16, "sinks": True},
+    "mla-fp8": {**SMALL_MLA, "codes": 32},
+}
+
+
+@pytest.mark.parametrize(("name", "N"), [*((name, None) for name in DRAFTED), ("gqa", 8)])
+def test_tokens_of_a_sequence_have_the_bits_of_each_alone(name: str, N: int | None) -> None:
+    """Up to eight in a step, as with drafts, over all lengths at which keys are split otherwise."""
+    for tokens, keys in ((2, 60), (5, 130), (8, 260), (5, 515), (8, 516), (3, 1030)):
+        together = Step([(tokens, keys)], **DRAFTED[name])
+        attention = make_attention(together.D_K, together.D_V, N, together.codes)
+        out, _ = together.run(attention)
+        for t in range(tokens):
+            alone = replace(together, sequences=[(1, keys - tokens + 1 + t)])
+            for part in ("k", "v", "k_scale", "v_scale", "rope", "table", "sink"):
+                setattr(alone, part, getattr(together, part))
+            alone.q = together.q[t : t + 1]
+            assert torch.equal(alone.run(attention)[0], out[t : t + 1]), (tokens, keys, t)
 
 
 def test_too_little_memory_is_a_status() -> None:

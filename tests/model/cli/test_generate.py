@@ -72,7 +72,7 @@ def test_what_is_typed_wrongly_is_one_line(run: Run, words: tuple[object, ...], 
 
 
 def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path, without_caches: None) -> None:
-    options = ("--max-new-tokens", 12, "--temperature", 0)
+    options = ("--max-new-tokens", 12, "--temperature", 0, "--draft", "off")
     result = run("generate", "--model", writer, *options, PROMPT)
     with model.load_engine(writer) as llm:
         text = llm.generate(PROMPT, max_tokens=12, temperature=0).text
