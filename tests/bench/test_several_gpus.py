@@ -18,7 +18,7 @@ from bench.several_gpus.crossing import sent_to_gpus
 from bench.several_gpus.disagg.client import Heard
 from bench.several_gpus.dslp.depth import Depth
 from bench.several_gpus.dslp.volume import volumes
-from model.cli.main import app
+from model.cli.app import app
 from model.named import make_config
 from model.random_model import random_decoder
 from runtime.devices import gpus

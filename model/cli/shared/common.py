@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import os
 import sys
 import traceback
@@ -119,6 +120,9 @@ def command(function: Callable[P, None]) -> Callable[..., None]:
             hint = "" if State.debug else ". Run it again with --debug for the traceback"
             raise _fail(f"unexpected {what}{hint}", EXIT_PROBLEM) from None
 
+    # The help folds a paragraph to the terminal, if it has no line breaks of its own.
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    wrapped.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
     return wrapped
 
 

@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, serve, convert, doctor, inspect ..."""
+"""The commands of `pykernels`: generate, chat, serve, convert, doctor, inspect ..."""
 
 from __future__ import annotations
 
@@ -92,14 +92,10 @@ ALLOCATIONS = 100_000
 Python's 700 a tenth of its time went into looking."""
 
 
-def main() -> None:
-    """Entry point of the console script."""
+def run() -> None:
+    """Runs the command that this process's arguments name, and ends the process."""
     settle_standard_streams()
     gc.set_threshold(ALLOCATIONS, 20, 20)
     if os.environ.get("COLUMNS") == "0":  # a terminal without a size: rich would print nothing
         del os.environ["COLUMNS"]
     app()
-
-
-if __name__ == "__main__":
-    main()
