@@ -13,7 +13,6 @@ from .report import Fact
 from .result import result_fact
 from .side_by_side import Case, tried_side_by_side
 
-
 COMMON = ("bf16", "fp8", "int4-g128", "mxfp4", "q4_k", "q6_k", "q8_0")
 """Formats that are tried even if nothing of them was compiled before: those of most checkpoints. A
 format takes ten seconds to compile, so all of them take minutes."""

@@ -115,6 +115,7 @@ def test_nothing_is_begun_that_would_end_too_late() -> None:
         (["dslp", "--exchange", "none"], "--exchange none: 'none'"),
         (["disagg", "--parts", "none"], "--parts none: 'none'"),
         (["disagg", "--device", "cpu", "--yields", "off"], "--yields off is for a GPU"),
+        (["disagg", "--device", "cpu", "--parts", "behind"], "Give a smaller --behind"),
         (["tensor", "--gpus", "dslp"], "--gpus dslp: 'dslp'"),
     ],
 )
