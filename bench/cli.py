@@ -7,7 +7,7 @@ in `bench.drafts.cli`; `cache`, a GPU's cache of experts, in `bench.cache.cli`; 
 conversation that outlives the process, in `bench.restart.cli`; `serve`, a server under load, in
 `bench.serving.cli`; `dslp`, `disagg` and `tensor`, several GPUs, in `bench.several_gpus`.
 
-`model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
+`model.cli.app` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
 `Size`) the options are the arguments.
 """

@@ -16,8 +16,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pykernels.env import check_temporary_folder
-
 if TYPE_CHECKING:
     from .conversion import convert
     from .custom_generate import custom_generate
@@ -41,6 +39,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        from pykernels.env import check_temporary_folder
+
         check_temporary_folder()  # without one torch cannot be imported
     if name in ("from_pretrained", "load_tokenizer"):
         from . import pretrained

@@ -73,7 +73,7 @@ def cache(
         err().status("", spinner_style="dim") as status,
     ):
         status.update(chosen.doing)
-        ours = open_model(chosen, execution)
+        ours = open_model(chosen, execution, settings="--prompt, --tokens or --lengths")
         try:
             status.update("recording what routers choose …")
             recordings = [*_recorded(ours, chosen, (texts, prompt, tokens), execution)]

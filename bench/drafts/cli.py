@@ -50,7 +50,9 @@ def drafts(
         err().status("", spinner_style="dim") as status,
     ):
         status.update(chosen.doing)
-        ours = open_model(chosen, execution, context + 4 * (steps + 8) * (1 + most))
+        ours = open_model(
+            chosen, execution, context + 4 * (steps + 8) * (1 + most), "--context or --steps"
+        )
         try:
             kept.head = {
                 "model": ours.name,

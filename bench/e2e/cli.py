@@ -93,11 +93,14 @@ def check_gpu(execution: ExecutionConfig, needed: bool = False) -> None:
             raise PykernelsError(error.cause, hint) from None
 
 
-def open_model(chosen: ModelOptions, execution: ExecutionConfig, positions: int = 1) -> Ours:
+def open_model(
+    chosen: ModelOptions, execution: ExecutionConfig, positions: int = 1, settings: str = ""
+) -> Ours:
     """A checkpoint, or random weights, ready to be timed. Raises what loading does.
 
     Args:
         positions: that random weights have at least, whatever their shape was made for.
+        settings: options that make a sequence shorter, where they are not those of ``bench e2e``.
     """
     import model
 
@@ -105,10 +108,13 @@ def open_model(chosen: ModelOptions, execution: ExecutionConfig, positions: int 
 
     if chosen.arch is None:
         folder = model.EMBEDDED if chosen.model is None else local(chosen.model)
-        return Ours.checkpoint(folder, execution)
-    shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab, positions)
-    fmt, activations = chosen.format or "q4_k", chosen.activations or "bf16"
-    return Ours.random(shape, fmt, execution, activations)
+        ours = Ours.checkpoint(folder, execution)
+    else:
+        shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab, positions)
+        fmt, activations = chosen.format or "q4_k", chosen.activations or "bf16"
+        ours = Ours.random(shape, fmt, execution, activations)
+    ours.settings = settings or ours.settings
+    return ours
 
 
 def described(execution: ExecutionConfig) -> Row:

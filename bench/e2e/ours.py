@@ -80,7 +80,10 @@ class Ours:
         name: of the checkpoint's folder or the architecture; ``fmt``: of its experts.
         layers: how many; ``max_model_len``: positions that it was made for.
         load_seconds: reading or filling, and packing.
+        settings: options that make a sequence shorter, for who asks for more positions.
     """
+
+    settings = "--context, --prompt or --tokens"
 
     def __init__(
         self, name: str, decoder: Decoder, pool: WorkerPool, max_model_len: int, seconds: float
@@ -171,7 +174,7 @@ class Ours:
         if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
-                "Give a smaller --context, --prompt or --tokens",
+                f"Give a smaller {self.settings}",
             )
         pages, batch = load.pages(budget), load.batch
         largest = largest_step(positions, pages, budget, batch)

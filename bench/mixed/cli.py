@@ -63,7 +63,7 @@ def mixed(
     caps: list[float | None] = [None, target_itl_ms]
     with keeping("mixed", save, as_json) as kept, err().status("", spinner_style="dim") as status:
         status.update(chosen.doing)
-        ours = open_model(chosen, execution)
+        ours = open_model(chosen, execution, settings="--context or --prompt")
         try:
             kept.head = {
                 "model": ours.name,

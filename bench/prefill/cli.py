@@ -69,7 +69,7 @@ def prefill(
         err().status("", spinner_style="dim") as status,
     ):
         status.update(chosen.doing)
-        ours = open_model(chosen, execution)
+        ours = open_model(chosen, execution, settings="--lengths")
         try:
             step = lambda name: status.update(f"{name} …")  # noqa: E731
             kept.head = {

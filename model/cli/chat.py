@@ -97,6 +97,7 @@ def _talk(answer: Callable[[list[dict[str, str]]], tuple[str, str]], system: str
     while (line := _ask()) is not None:
         if line == "/reset":
             messages = list(first)
+            note("the conversation is forgotten")
             continue
         if re.fullmatch(r"/\w+", line):  # /help, or one that is mistyped: no question to a model
             note(COMMANDS)

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def doctor(
     every: Annotated[
         bool,
-        typer.Option("--all", help="Try every kernel that this CPU can run, not only those used."),
+        typer.Option(
+            "--all",
+            help="Try all formats, on every kernel that this CPU can run: the first time that takes"
+            " some minutes.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
@@ -28,8 +32,8 @@ def doctor(
 ) -> None:
     """Look at this machine and try its kernels; exit code 1 with the hint if something lacks.
 
-    Each fact is printed as soon as it is known. Kernels that were never run are compiled, which
-    takes some seconds of each core.
+    Each fact is printed as soon as it is known. Common formats are tried, and those that were
+    compiled before; kernels that were never run are compiled, about ten seconds each.
     """
     prepare_threads(None)
     from ..doctor.examine import examine

@@ -74,14 +74,15 @@ def inspect(
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
-        import_transformers()
         from .. import EMBEDDED
-        from ..hub import NAME, local
-        from ..inspection.examine import examine
+        from ..hub import local
 
         which = model or str(EMBEDDED)
-        if NAME.fullmatch(which) or Path(which).exists():  # a shape has no slash in its name
-            which = str(local(which, weights=program))
+        if "/" in which or Path(which).exists():  # no shape has a slash in its name
+            which = str(local(which, weights=program))  # refuses a wrong path before the imports
+        import_transformers()
+        from ..inspection.examine import examine
+
         if program:
             from ..llm import placed_program
 

@@ -52,8 +52,9 @@ def verify(
             out().print(f"{found.path}: {found.why}", markup=False)
             if remove:
                 found.path.unlink(missing_ok=True)
-    out().print(f"{count - bad} of {count} blocks are whole")
-    if bad and not remove:
+    hint = "; --remove removes the others" if bad and not remove else ""
+    out().print(f"{count - bad} of {count} blocks are whole{hint}")
+    if hint:
         raise typer.Exit(EXIT_PROBLEM)
 
 
@@ -62,7 +63,7 @@ def clear(root: Directory, debug: Debug = False) -> None:
     """Remove all blocks of all models. A server that runs computes anew."""
     from runtime.kv_tiers.blocks.contents import clear as clear_all
 
-    out().print(f"{clear_all(root) / 2**20:.1f} MiB are free")
+    out().print(f"{clear_all(root) / 2**20:.1f} MiB removed")
 
 
 app.command("ls")(ls)

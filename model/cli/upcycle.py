@@ -34,6 +34,9 @@ def upcycle(
 ) -> None:
     """Write a dense llama as a Mixtral, once, and print its folder (sparse upcycling)."""
     prepare_threads(None)
+    from ..hub import local
+
+    given = None if source is None else local(source)  # a wrong path is refused before the imports
     with err().status("importing torch and transformers …", spinner_style="dim") as spinner:
         from transformers.utils import logging
 
@@ -42,7 +45,7 @@ def upcycle(
 
         logging.set_verbosity_error()
         recipe = Recipe(experts, topk, noise)
-        file = source or shipped()
+        file = given or shipped()
         folder = to or default_folder(file, recipe)
         figures = make(file, folder, recipe, lambda what: spinner.update(f"{what} …"))
     err().print(

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from pykernels.errors import PykernelsError
 
-from .shared.common import EXIT_ERROR, EXIT_PROBLEM, refused, unwritable
+from .shared.common import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PROBLEM, refused, unwritable
 
 _BASES: Any = typer.BadParameter.__mro__
 UsageError: type[Exception] = _BASES[1]
@@ -31,8 +31,9 @@ class Commands(TyperGroup):
             if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
                 refused(as_error(error, extra.get("prog_name") or "pykernels"))
             sys.exit(EXIT_ERROR)
-        except typer.Abort:
-            sys.exit(EXIT_PROBLEM)
+        except typer.Abort as error:
+            interrupted = isinstance(error.__cause__, KeyboardInterrupt)
+            sys.exit(EXIT_INTERRUPTED if interrupted else EXIT_PROBLEM)
         except OSError as error:  # the help has no room where it goes; commands say so themselves
             refused(unwritable(error))
             sys.exit(EXIT_ERROR)

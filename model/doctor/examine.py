@@ -50,8 +50,8 @@ def examine(
     Args:
         progress: called with what is under way.
         known: called with each fact, and the name of its section, as soon as it is known.
-        every: whether all kernels are tried that this CPU can run, and not only those that are
-            used.
+        every: whether all formats are tried, on all kernels that this CPU can run, and not only
+            the common ones on those that are used.
     """
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "machine": look_at_machine,

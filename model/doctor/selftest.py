@@ -13,10 +13,15 @@ from .report import Fact
 from .result import result_fact
 from .side_by_side import Case, tried_side_by_side
 
+COMMON = ("bf16", "fp8", "int4-g128", "mxfp4", "q4_k", "q6_k", "q8_0")
+"""Formats that are tried even if nothing of them was compiled before: those of most checkpoints. A
+format takes ten seconds to compile, so all of them take minutes."""
+
 
 def look_at_results(every: bool, progress: Callable[[str], None]) -> Iterator[Fact]:
-    """A tiny MoE layer in each format on the kernel that it gets here, against the float32
-    reference; with ``every`` on all kernels that this CPU can run.
+    """A tiny MoE layer in the common formats, and in those that were compiled before, on the kernel
+    that each gets here, against the float32 reference; with ``every`` in all formats, on all
+    kernels that this CPU can run.
 
     Those that were never compiled are tried side by side in processes, in the order in which they
     are ready.
@@ -25,6 +30,11 @@ def look_at_results(every: bool, progress: Callable[[str], None]) -> Iterator[Fa
         progress: called with what is under way.
     """
     cases = list(_cases(every))
+    if not every:
+        tried = [case for case in cases if case[0] in COMMON or _mark(*case).exists()]
+        if left := [fmt for fmt, kernel in cases if (fmt, kernel) not in tried]:
+            yield Fact(f"{len(left)} other formats", "not compiled yet; --all tries them (minutes)")
+        cases = tried
     new = [case for case in cases if not _mark(*case).exists()]
     with_processes = new if len(new) > 1 and Topology.detect().usable > 1 else []
     for fmt, kernel in cases:

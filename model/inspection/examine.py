@@ -33,7 +33,7 @@ from ..rules import Rules, known_architectures, resolve_rules
 from ..rules.schema import is_device
 from .dealt import dealt
 from .entries import Entry, entries
-from .formats import Formats, cached, configured, planned
+from .formats import Formats, cached, check_sizes, configured, planned
 from .gpu_experts import GpuShare, gpu_bytes_for_experts, with_gpu_experts
 
 
@@ -225,8 +225,9 @@ def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | Non
     weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
     if path.is_dir() and weights:
         return config, Formats(), "its headers", folder
-    quantization = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    return config, configured(quantization), "its config.json alone", None
+    data = json.loads((folder / "config.json").read_bytes())
+    check_sizes(folder / "config.json", data)
+    return config, configured(data.get("quantization_config")), "its config.json alone", None
 
 
 def _cache_bytes(model: PreTrainedModel, engine: bool) -> dict[str, int]:

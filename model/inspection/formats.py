@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from pykernels.errors import PykernelsError
 
 from ..architectures.schema import Schema
 from ..checkpoint.packed.mapped import PackedFolder
@@ -141,3 +144,13 @@ def _pattern(names: list[str]) -> re.Pattern[str] | None:
     names = [name.replace("model.language_model.", "model.") for name in names]
     parts = [n[3:] if n.startswith("re:") else rf"(?:^|\.){re.escape(n)}(?:\.|$)" for n in names]
     return re.compile("|".join(f"(?:{part})" for part in parts))
+
+
+def check_sizes(file: Path, data: dict[str, Any]) -> None:
+    """Raises PykernelsError for a configuration that leaves its sizes to transformers' defaults."""
+    given = data.get("text_config", data)
+    missing = [name for name in ("hidden_size", "num_hidden_layers") if name not in given]
+    if missing:
+        raise PykernelsError(
+            f"{file} has no {' and no '.join(missing)}", "Give the whole config.json of the model"
+        )

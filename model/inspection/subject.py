@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -21,7 +20,7 @@ from ..llm import meta_decoder
 from ..named import ARCHS, RELEASED, make_config
 from ..planner.subject import Subject
 from ..random_model import random_decoder
-from .formats import configured
+from .formats import check_sizes, configured
 
 
 def open_subject(
@@ -67,23 +66,13 @@ def open_subject(
         subject = Subject(which, "its headers", config, decoder, format_of(decoder), _random)
         return subject if fmt is None else subject.in_format(fmt)
     data = json.loads((folder / "config.json").read_text())
-    _check_sizes(folder / "config.json", data)
+    check_sizes(folder / "config.json", data)
     for name, value in (("num_hidden_layers", layers), ("vocab_size", vocab)):
         if value is not None:
             setattr(config, name, value)
     if fmt is None:
         fmt = configured(data.get("quantization_config")).experts or "bf16"
     return _shape(which, "its config.json alone", config, fmt, kv_dtype)
-
-
-def _check_sizes(file: Path, data: dict[str, Any]) -> None:
-    """Raises PykernelsError for a configuration that leaves its sizes to transformers' defaults."""
-    given = data.get("text_config", data)
-    missing = [name for name in ("hidden_size", "num_hidden_layers") if name not in given]
-    if missing:
-        raise PykernelsError(
-            f"{file} has no {' and no '.join(missing)}", "Give the whole config.json of the model"
-        )
 
 
 def _shape(given: str, source: str, config: PretrainedConfig, fmt: str, kv_dtype: str) -> Subject:

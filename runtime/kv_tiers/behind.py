@@ -77,9 +77,9 @@ class KvBehind:
         if self.disk is not None:
             if self.limit < 2 * (least := sum(map(pages.nbytes, Kind))):
                 raise PykernelsError(
-                    f"{self.limit / 2**30:.2g} GiB of disk hold no page, which takes"
+                    f"{self.limit / 2**20:.2g} MiB of disk hold no page, which takes"
                     f" {least / 2**20:.1f} MiB",
-                    "Give a larger kv_disk_gib",
+                    f"Free some space in {self.disk}, or give more GiB of it",
                 )
             way = fastest(self.disk, pages.nbytes(Kind.PAGE))
             LOG.info("blocks of the KV cache in %s are read %s", self.disk, way.name)

@@ -20,7 +20,7 @@ from bench.serving import beside
 from bench.serving.client import Outcome
 from bench.serving.figures import figures
 from bench.serving.workload import Load, plan
-from model.cli.main import app
+from model.cli.app import app
 
 INF = float("inf")
 

@@ -18,7 +18,7 @@ from bench.several_gpus.crossing import sent_to_gpus
 from bench.several_gpus.disagg.client import Heard
 from bench.several_gpus.dslp.depth import Depth
 from bench.several_gpus.dslp.volume import volumes
-from model.cli.main import app
+from model.cli.app import app
 from model.named import make_config
 from model.random_model import random_decoder
 from runtime.devices import gpus
@@ -115,6 +115,7 @@ def test_nothing_is_begun_that_would_end_too_late() -> None:
         (["dslp", "--exchange", "none"], "--exchange none: 'none'"),
         (["disagg", "--parts", "none"], "--parts none: 'none'"),
         (["disagg", "--device", "cpu", "--yields", "off"], "--yields off is for a GPU"),
+        (["disagg", "--device", "cpu", "--parts", "behind"], "Give a smaller --behind"),
         (["tensor", "--gpus", "dslp"], "--gpus dslp: 'dslp'"),
     ],
 )

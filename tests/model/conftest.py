@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.cli.main import app
+from model.cli.app import app
 from model.cli.shared.common import State
 from pykernels.quant import FORMATS
 from runtime.profiling import measure

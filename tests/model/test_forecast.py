@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import model
-from model.cli.main import app
+from model.cli.app import app
 from model.planner.forecast import Forecast
 from model.planner.machines import find_machine
 from runtime.devices.sim.machine import Machine

@@ -186,6 +186,11 @@ def test_the_table_and_its_json(run: Run) -> None:
     failed(run("inspect", "deepseek-v9"), "no known shape of that name")
 
 
+def test_sizes_that_a_config_lacks_are_not_made_up(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 2048}')
+    failed(run("inspect", tmp_path / "config.json"), "config.json has no num_hidden_layers")
+
+
 def test_layers_with_a_window_are_told(run: Run) -> None:
     """Gemma 4 26B: 25 of 30 layers see 1,024 tokens, with 8 heads of 256."""
     found = json.loads(run("inspect", "gemma4-26b", "--json").out)

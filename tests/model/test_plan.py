@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from model.cli.main import app
+from model.cli.app import app
 from model.inspection.examine import examine
 from model.inspection.subject import open_subject
 from model.named import ARCHS

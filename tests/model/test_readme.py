@@ -21,7 +21,7 @@ from model import EMBEDDED
 from model.architectures.families import FAMILIES
 from model.checkpoint.config import ALIASES
 from model.checkpoint.gguf.families import FAMILIES as GGUF_ARCHITECTURES
-from model.cli.main import app
+from model.cli.app import app
 from pykernels import registry
 from pykernels.env import env
 from pykernels.gpu.gemm.weights import supports_format
@@ -97,7 +97,7 @@ def run_without_extras(program: str) -> str:
 
 COMMANDS = """
 import contextlib, io, json, shlex
-from model.cli.main import app
+from model.cli.app import app
 for command in json.loads({commands!r}):
     sys.stdin, out, err = io.StringIO(), io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

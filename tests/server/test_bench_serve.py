@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from model.cli.main import app
+from model.cli.app import app
 
 from .conftest import Running, Script
 

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 import model
-from model.cli.main import app
+from model.cli.app import app
 from model.server.app import create_app
 from model.server.cluster.addresses import Address, addresses
 from model.server.cluster.node import Node

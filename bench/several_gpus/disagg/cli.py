@@ -67,7 +67,7 @@ def disagg(
     named = plan(ways, requests)
     with keeping("disagg", save, as_json, plot) as kept, bar(len(named)) as shown:
         shown.say(chosen.doing)
-        ours = open_model(chosen, execution, positions=requests.positions)
+        ours = open_model(chosen, execution, requests.positions, requests.settings)
         room = Room.of(requests)
         try:
             kept.head = {

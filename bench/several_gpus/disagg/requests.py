@@ -74,6 +74,13 @@ class Requests:
         )
 
     @property
+    def settings(self) -> str:
+        """Options that make the longest sequence shorter."""
+        asked = named("--parts", self.parts, PARTS)
+        own = {"streams": "--prompt", "requests": "--decode", "behind": "--behind"}
+        return "".join(f"{own[part]}, " for part in asked) + "--short, --context or --answer"
+
+    @property
     def positions(self) -> int:
         """Positions of the longest sequence."""
         decode = DECODE_PROMPT + (self.decode or MOST_DECODE)

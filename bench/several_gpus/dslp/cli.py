@@ -65,7 +65,7 @@ def dslp(
     work = sum(lengths) * len(ways) * (prompts.rounds + 1) * (2 if prompts.thin else 1)
     with keeping("dslp", save, as_json, plot) as kept, bar(work) as shown:
         shown.say(chosen.doing)
-        ours = open_model(chosen, execution, positions=max(lengths) + 2)
+        ours = open_model(chosen, execution, max(lengths) + 2, "--lengths")
         try:
             parts = parts_of(ours, execution, ways, lengths, prompts)
             kept.head = head_of(ours, chosen.arch, execution, lengths, prompts.thin)

@@ -97,7 +97,7 @@ def tensor(
     work = part.work(cases.rounds)
     with keeping("tensor", save, as_json, plot) as kept, bar(work) as shown:
         shown.say(chosen.doing)
-        ours = open_model(chosen, execution, positions=max(prompts) + 2)
+        ours = open_model(chosen, execution, max(prompts) + 2, "--prompts, --context or --tokens")
         try:
             kept.head = {
                 "model": ours.name,

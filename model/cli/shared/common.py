@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -100,6 +102,8 @@ def command(function: Callable[P, None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as main() leaves it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
@@ -115,11 +119,25 @@ def command(function: Callable[P, None]) -> Callable[..., None]:
         except PykernelsError as error:
             raise refused(error) from None
         except Exception as error:
+            if _interrupted(error):
+                raise typer.Exit(EXIT_INTERRUPTED) from None
             what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             hint = "" if State.debug else ". Run it again with --debug for the traceback"
             raise _fail(f"unexpected {what}{hint}", EXIT_PROBLEM) from None
 
+    # The help folds a paragraph to the terminal, if it has no line breaks of its own.
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    wrapped.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
     return wrapped
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: an import that is interrupted may fail in other ways."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _run(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -94,13 +94,15 @@ export class Devices {
       const rates = [speed.measured, speed.predicted].map((rate) => rate.toFixed(1));
       lines.push(["first decode steps", `${rates[0]}\u00a0tok/s, predicted ${rates[1]}`]);
     }
-    if (speed?.note) lines.push(["off by more than a fifth", speed.note]);
     if (expert_cache) {
       const { choices, hits, swaps } = expert_cache;
       lines.push(["experts chosen", choices.toLocaleString("en")]);
       lines.push(["of these in slots", choices ? percent(hits / choices) : "–"]);
       lines.push(["experts brought into slots", swaps.toLocaleString("en")]);
     }
-    return lines.flatMap(([name, value]) => [make("dt", name), make("dd", value)]);
+    const made = lines.flatMap(([name, value]) => [make("dt", name), make("dd", value)]);
+    const whole = { class: "whole" };
+    if (speed?.note) made.push(make("dt", "off by more than a fifth", whole), make("dd", speed.note, whole));
+    return made;
   }
 }

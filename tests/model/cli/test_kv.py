@@ -21,5 +21,5 @@ def test_blocks_of_a_model_are_listed_checked_and_removed(run: Run, tmp_path: Pa
     result = run("kv", "verify", tmp_path, "--remove")
     assert result.code == 0 and f"{block}: it has another size" in result.out.replace("\n", " ")
     assert run("kv", "verify", tmp_path).out == "1 of 1 blocks are whole\n"
-    assert run("kv", "clear", tmp_path).out == "0.1 MiB are free\n"
+    assert run("kv", "clear", tmp_path).out == "0.1 MiB removed\n"
     failed(run("kv", "ls", tmp_path), "holds no blocks of the KV cache. Give the directory")

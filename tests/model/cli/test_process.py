@@ -37,6 +37,21 @@ finally:
         assert command in done.stdout
 
 
+def test_ctrl_c_while_the_commands_are_imported() -> None:
+    code = """
+import os, signal, sys
+from model.cli.main import main
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "model.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "ACTIVE"}])
 def test_openmp_does_not_spin_by_default(
     monkeypatch: pytest.MonkeyPatch, users: dict[str, str]
