@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from .compared import Compared
 from .moved import TARGET, median_error
@@ -27,9 +28,9 @@ def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence
         " in [bench/machines](../../machines). Errors are of the time. Rates of the"
         " 16-core machines"
         " are those of tables of kernels, but for what `calibrated_on` in their files"
-        " names. A batch's"
-        " routing is an input: as uneven as makes the bytes that the run counted; prompts have the"
-        " law of these batches.",
+        " names. What plain loops read of main memory in a run is an input, and a batch's routing:"
+        " as uneven as makes the bytes that the run counted; prompts have the law of these"
+        " batches.",
         "",
         "Rows in brackets do not count: a constant was taken from them (*calibrated on*); a newer"
         " row has the same options on the same hardware, when the program was faster (*older*);"
@@ -65,7 +66,7 @@ def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence
         f"**Ranking**: of {pairs} pairs of rows that differ in place or options alone, by 5 % at"
         f" least, {right} are predicted in the measured order."
     )
-    text += _choices(list(ten(found))) + _moves(elsewhere)
+    text += _days(found) + _choices(list(ten(found))) + _moves(elsewhere)
     for kind, unit in (("decode", "us a step"), ("prompt", "tok/s")):
         text += ["", f"## {kind}, {unit}", ""]
         text += [
@@ -85,6 +86,27 @@ def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence
                 f"{f', zipf {each.routing.zipf}' if each.routing.zipf else ''} |"
             )
     return "\n".join(text) + "\n"
+
+
+def _days(found: Sequence[Compared]) -> list[str]:
+    """Errors by day: each time another machine of the kind was lent."""
+    every: dict[tuple[str, str], list[float]] = {}
+    for each in found:
+        if each.row.kind == "decode" and each.counts:
+            every.setdefault((each.row.machine, each.row.date), []).append(each.error)
+    text = [
+        "",
+        "Decode by day, since machines of one kind differ: below 0, this one was slower than its"
+        " file says.",
+        "",
+        "| machine | day | rows | median | least | most |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    return text + [
+        f"| {machine} | {day} | {len(own)}"
+        f" | {median(own):+.1%} | {min(own):+.1%} | {max(own):+.1%} |"
+        for (machine, day), own in sorted(every.items())
+    ]
 
 
 def _choices(found: Sequence[Ranked]) -> list[str]:
