@@ -7,7 +7,6 @@ feed it modules that break each rule and see them caught.
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import importlib.util
 import os
@@ -95,7 +94,6 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
     return found
 
 
-@functools.cache  # several rules look at each module
 def _nodes(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))
 
