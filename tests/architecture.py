@@ -65,26 +65,26 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
         name: its dotted name, `pykernels.cpu.jit`; of a package without `__init__`.
         is_package: whether it is an `__init__.py`.
     """
-    tree = ast.parse(source)
-    found = [f"{name}:{line}: {text}" for line, text in _imports(tree, name, is_package)]
+    nodes = _nodes(source)
+    found = [f"{name}:{line}: {text}" for line, text in _imports(nodes, name, is_package)]
     if not name.startswith(PRINTERS):
         found += [
             f"{name}:{node.lineno}: print in a library: return it, log it or warn"
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "print"
         ]
     found += [
         f"{name}:{node.lineno}: the name of a test has {len(node.name)} characters: say it shorter"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
         and len(node.name) > MAX_TEST_NAME
     ]
     found += [
         f"{name}:{node.lineno}: {node.name} has {count} parameters: make a dataclass of options"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(each, ast.Name) and each.id == "command" for each in node.decorator_list)
         and (count := len(node.args.args) + len(node.args.kwonlyargs)) > MAX_PARAMETERS
@@ -92,6 +92,10 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
     if (lines := len(source.splitlines())) >= MAX_LINES:
         found.append(f"{name}: {lines} lines: split it, one concept a file")
     return found
+
+
+def _nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
 
 
 Sources = Mapping[str, tuple[str, bool]]
@@ -131,7 +135,7 @@ def _graph(sources: Sources) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, (source, is_package) in sources.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in _nodes(source):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names}
             if not isinstance(node, ast.ImportFrom):
@@ -154,11 +158,11 @@ def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def _imports(tree: ast.Module, name: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def _imports(nodes: list[ast.AST], name: str, is_package: bool) -> Iterator[tuple[int, str]]:
     package = name.split(".")[0]
     if package == "pykernels" and _part(name) not in PYKERNELS:
         yield 1, f"unknown part {_part(name)!r} of pykernels: rank it in tests/architecture.py"
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _check(node.lineno, package, name, alias.name, relative=False)

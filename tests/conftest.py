@@ -20,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Importing, collecting and compiling make garbage by the million objects: look for it less often. A
+# tenth of the time of a kernel's first compilation went into that, and of collecting.
+gc.set_threshold(300_000, 20, 20)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -33,13 +36,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """Compiling makes garbage by the million objects: look for it less often, and not in modules.
-
-    A tenth of the time of a kernel's first compilation went into that.
-    """
+    """Nor is garbage looked for in modules and tests, which stay."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(300_000, 20, 20)
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         quicken()
 

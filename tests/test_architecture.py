@@ -21,11 +21,11 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), [pytest.param(name, path, id=name) for name, path in modules()]
-)
-def test_module_keeps_the_rules(name: str, path: Path) -> None:
-    found = violations(path.read_text(), name, is_package=path.name == "__init__.py")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_keep_the_rules(package: str) -> None:
+    found = list[str]()
+    for name, (source, is_package) in sources_of(package).items():
+        found += violations(source, name, is_package)
     assert not found, "\n".join(found)
 
 

@@ -61,7 +61,7 @@ def test_e2e_as_json_is_one_flat_object(run: Run) -> None:
 
 
 def test_a_prompt_beside_streams_with_a_cap_and_without(run: Run) -> None:
-    sizes = ("--prompt", 700, "--streams", 2, "--context", 9, "--target-itl-ms", 5)
+    sizes = ("--prompt", 300, "--streams", 2, "--context", 9, "--target-itl-ms", 5)
     result = run("bench", "mixed", *sizes, "--json")
     assert (result.code, result.err) == (0, "")
     found = json.loads(result.out)
