@@ -13,7 +13,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import config as numba_config
-from numba.core import dispatcher, event, types
+from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
@@ -26,28 +26,6 @@ TASK = types.int64(types.intp, types.intp, types.intp)
 """A task: ``status = task(args, index, worker)``. ``args`` is the address of its descriptor,
 ``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
 done."""
-
-
-class _Events:
-    """What Numba's dispatchers use of ``event``, without timers."""
-
-    trigger_event = staticmethod(event.trigger_event)
-
-    @staticmethod
-    def install_timer(kind: str, callback: Callable) -> contextlib.nullcontext:
-        return contextlib.nullcontext()
-
-
-def _leave_out_timers() -> None:
-    """Numba keeps how long each function waited for LLVM, for which each that waits for a helper
-    hears of every call of LLVM: a tenth of the time to compile a format's tiles."""
-    used_by: Any = dispatcher
-    used_by.ev = _Events
-    for acquired, released in tuple(llvm.ffi.lib._lock._cblist):
-        llvm.ffi.unregister_lock_callback(acquired, released)
-
-
-_leave_out_timers()
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
