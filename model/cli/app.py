@@ -98,4 +98,4 @@ def run() -> None:
     gc.set_threshold(ALLOCATIONS, 20, 20)
     if os.environ.get("COLUMNS") == "0":  # a terminal without a size: rich would print nothing
         del os.environ["COLUMNS"]
-    app()
+    app(prog_name="pykernels")  # else the folder of `python -m bench.NAME` is put in front
