@@ -45,7 +45,7 @@ def make_setup(D_V: int, ROWS: int) -> Any:
 
     @inlined
     def first_key(args, token):
-        """That a token sees."""
+        """The first key that a token sees."""
         return max(0, i64(args.positions, token) - args.window + 1) if args.window > 0 else 0
 
     @inlined
