@@ -37,17 +37,16 @@ class DeltaRulePlan:
 
     chunked: bool
     v_block: int = 32
-    num_warps: int = 8
+    num_warps: int = 4
     scan_warps: int = 4
     num_stages: int = 3
-    out_block: int = 64
-    out_warps: int = 8
+    out_block: int = 128
+    out_warps: int = 4
 
 
 def shipped_plan(max_length: int) -> DeltaRulePlan:
     """The plan for sequences of at most so many tokens."""
-    chunked = max_length >= _CHUNKED_FROM
-    return DeltaRulePlan(chunked, num_warps=8 if chunked else 4)
+    return DeltaRulePlan(max_length >= _CHUNKED_FROM)
 
 
 def _check(
