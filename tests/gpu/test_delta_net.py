@@ -66,10 +66,13 @@ def check(
     assert torch.equal(state[rest].nan_to_num(7), step.state[rest].nan_to_num(7))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (2, 4, 16, 32)])
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_the_rule_is_transformers(chunked: bool, dtype: torch.dtype, device: torch.device) -> None:
-    step = DeltaStep.random(FEW, *SIZES, dtype, device)
+def test_the_rule_is_transformers(
+    chunked: bool, dtype: torch.dtype, sizes: tuple[int, ...], device: torch.device
+) -> None:
+    step = DeltaStep.random(FEW, *sizes, dtype, device)
     ours, out = step.fresh(), torch.full_like(step.v, torch.nan)
     plan = DeltaRulePlan(chunked, v_block=32)  # the second block is short
     assert gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan) is out

@@ -177,6 +177,8 @@ def _in_chunks(
     of_keys, deltas = (k.new_empty(T, HV, D, dtype=kind) for D in (DK, DV))
     states = k.new_empty(blocks, HV, DK, DV, dtype=kind)
     logs = k.new_empty(2, HV, T, dtype=torch.float32)
+    # Of narrower keys Triton 3.6 compiles accesses beyond a program's shared memory.
+    options["K_BLOCK"] = max(32, options["K_BLOCK"])
     # The interpreter multiplies bf16 as integers: there, products are of float32.
     options |= {"SEQUENCES": sequences_of(batch, CHUNK), "HALF": half and not interpreted()}
     columns = triton.next_power_of_2(DV)
