@@ -66,7 +66,7 @@ def check(
     assert torch.equal(state[rest].nan_to_num(7), step.state[rest].nan_to_num(7))
 
 
-@pytest.mark.parametrize("sizes", [SIZES, (2, 4, 16, 32)])
+@pytest.mark.parametrize("sizes", [SIZES, (2, 4, 16, 32), (1, 2, 128, 16), (1, 2, 128, 128)])
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_rule_is_transformers(

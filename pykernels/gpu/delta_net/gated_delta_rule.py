@@ -177,16 +177,16 @@ def _in_chunks(
     of_keys, deltas = (k.new_empty(T, HV, D, dtype=kind) for D in (DK, DV))
     states = k.new_empty(blocks, HV, DK, DV, dtype=kind)
     logs = k.new_empty(2, HV, T, dtype=torch.float32)
-    # Of narrower keys Triton 3.6 compiles accesses beyond a program's shared memory.
-    options["K_BLOCK"] = max(32, options["K_BLOCK"])
     # The interpreter multiplies bf16 as integers: there, products are of float32.
     options |= {"SEQUENCES": sequences_of(batch, CHUNK), "HALF": half and not interpreted()}
     columns = triton.next_power_of_2(DV)
     v_block, out_block = min(plan.v_block, columns), min(plan.out_block, columns)
+    # Of narrower blocks Triton 3.6 compiles wrong sums, and accesses beyond shared memory, on Hopper.
+    wide = {"K_BLOCK": max(32, options["K_BLOCK"]), "V_BLOCK": max(64, columns)}
     sequences, sizes = (batch.starts, batch.lengths, batch.slots), (HV, batch.S, T)
     within_chunks[(blocks, HV)](
         k, v, g, beta, *sequences, of_keys, deltas, logs, eps, *k.stride()[:2], *v.stride()[:2],
-        g.stride(0), beta.stride(0), *sizes, **options, V_BLOCK=columns, num_warps=plan.num_warps,
+        g.stride(0), beta.stride(0), *sizes, **(options | wide), num_warps=plan.num_warps,
     )  # fmt: skip
     scan_chunks[(triton.cdiv(DV, v_block), HV, batch.S)](
         k, of_keys, deltas, logs, state, states, *sequences, batch.past, *k.stride()[:2], *sizes,
