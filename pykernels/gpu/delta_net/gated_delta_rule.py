@@ -181,7 +181,7 @@ def _in_chunks(
     options |= {"SEQUENCES": sequences_of(batch, CHUNK), "HALF": half and not interpreted()}
     columns = triton.next_power_of_2(DV)
     v_block, out_block = min(plan.v_block, columns), min(plan.out_block, columns)
-    # Of narrower blocks Triton 3.6 compiles wrong sums, and accesses beyond shared memory, on Hopper.
+    # For Hopper, Triton 3.6 compiles narrower ones to wrong sums, or accesses beyond shared memory.
     wide = {"K_BLOCK": max(32, options["K_BLOCK"]), "V_BLOCK": max(64, columns)}
     sequences, sizes = (batch.starts, batch.lengths, batch.slots), (HV, batch.S, T)
     within_chunks[(blocks, HV)](
