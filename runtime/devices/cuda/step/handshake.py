@@ -19,6 +19,7 @@ from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_va
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
 from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
+from pykernels.gpu.wait_flag import wait_flag
 
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
@@ -139,16 +140,20 @@ def _setter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
 
 
 def _waiter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
-    if m.device.type == "cuda":
-        address, value = shared.address(node), shared.needed(node)
+    if m.device.type != "cuda":
+        return lambda: shared.wait(node)
+    value = shared.needed(node)
+    if shared.is_between_gpus(node):
+        until = partial(wait_flag, shared.flag(node), value)
+    else:
+        until = partial(wait_value, shared.address(node), value)
 
-        def wait() -> None:
-            if not shared.in_order:
-                shared.wait(node)
-            wait_value(address, value)
+    def wait() -> None:
+        if not shared.in_order:
+            shared.wait(node)
+        until()
 
-        return wait
-    return lambda: shared.wait(node)
+    return wait
 
 
 ENDS = submit.__name__, wait.__name__, one_shot_all_reduce.__name__
