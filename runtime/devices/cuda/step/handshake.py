@@ -91,13 +91,19 @@ def _copies(m: GpuBuffers, node: Node, shared: GpuLink, pairs: Mapping[str, _Pai
         counts = {name: m.program.buffers[name].filled for name in pairs}
         launches = _as_they_are([pair for name, pair in pairs.items() if not counts[name]])
         launches += [
-            partial(copy_filled, *pairs[name], pairs[count][0])
+            partial(copy_filled, *pairs[name], _on_gpu(pairs[count]))
             for name, count in counts.items()
             if count
         ]
     else:
         launches = _converting(list(pairs.values()))
     return [in_turn(launch, m.device) for launch in launches]
+
+
+def _on_gpu(pair: _Pair) -> torch.Tensor:
+    """The one of a copied pair that is fast to read, which thousands of programs do."""
+    source, target = pair
+    return source if source.is_cuda else target
 
 
 def _as_they_are(pairs: list[_Pair]) -> list[Launch]:
