@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.cache_write import cache_write
+from pykernels.gpu.collectives.wait_flag import wait_flag
 from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.moe.pairs import sum_pairs, take_pairs
-from pykernels.gpu.wait_flag import wait_flag
 from pykernels.ref.pairs import Taken
 
 from .ops import BF16, FP32, Op, Tensors, empty, integers, normal

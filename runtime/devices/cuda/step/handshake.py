@@ -15,11 +15,11 @@ import torch
 
 from pykernels.gpu.collectives.one_shot import BLOCK, OneShotMemory
 from pykernels.gpu.collectives.one_shot import one_shot_all_reduce as all_reduce
+from pykernels.gpu.collectives.wait_flag import wait_flag
 from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_value
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
 from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
-from pykernels.gpu.wait_flag import wait_flag
 
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import PykernelsError
-from .common.launch import check_device, interpreted
+from ...errors import PykernelsError
+from ..common.launch import check_device, interpreted
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.wait_flag import wait_flag
+from pykernels.gpu.collectives.wait_flag import wait_flag
 
 
 def test_a_flag_that_is_set_holds_up_nothing(device: torch.device) -> None:
