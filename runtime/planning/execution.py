@@ -17,7 +17,7 @@ from ..kv_cache.layout import PAGE
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Program
 from ..program.sizes import ONE_TOKEN, StepSizes
-from .lowerable import Pass
+from .lowerable import Lowerable, Pass
 from .placement import Placement
 from .prompt_sizes import PromptSizes
 from .streaming import Streaming
@@ -155,6 +155,15 @@ class ExecutionPlan:
             program: any of the model's.
         """
         return self.streaming is not None and self.streaming.streams_all(program)
+
+    def streams_apart(self, program: Program, model: Lowerable) -> bool:
+        """Whether streamed steps run beside those that decode, in memory of their own. States are
+        copied between steps, so a model that has some runs one step at a time.
+
+        Args:
+            program: any of the model's.
+        """
+        return self.streams_all(program) and not model.states
 
 
 def largest_step(

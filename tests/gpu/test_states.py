@@ -21,6 +21,9 @@ from model.checkpoint.memory import cache_pages
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import CudaLayouts, machine_of
+from runtime.devices.cuda.memory.buffers import Arena
+from runtime.devices.cuda.resources import CudaResources
+from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, EngineConfig
 from runtime.experts.cache import CachePolicy
@@ -32,6 +35,7 @@ from runtime.planning.gpu.capacity import free_for_steps
 from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on
+from runtime.planning.prompt_sizes import PromptSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
@@ -275,3 +279,26 @@ def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:
     assert memory(states=1 << 20) < memory(states=0)
     with pytest.raises(PykernelsError, match="States of sequences of 2.0 MiB.*fewer snapshots"):
         memory(states=2 << 20)
+
+
+def test_steps_that_stream_have_the_memory_of_the_others(
+    made: tiny.Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step runs at a time, so the largest one's memory is enough, if it is the first to ask."""
+    asked, take = list[int](), Arena.take
+    monkeypatch.setattr(Arena, "take", lambda self, n: asked.append(n) or take(self, n))
+    where, options = "cpu", CudaOptions("cpu", prefill="stream")
+    if device.type == "cuda":
+        where = "cuda:0"
+    with WorkerPool(1 if device.type == "cpu" else 2, driver_works=False) as pool:
+        with open_weights(made.path, read_config(made.path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        sizes = LENGTH, 8, STEP, 2, "generic"
+        plan = cuda_runner(decoder, where, pool, *sizes, options=options).plan
+        plan = replace(plan, prompts=PromptSizes((8,), (), (STEP,), 9, 9))
+        runner = CudaRunner(CudaResources.open(decoder, plan, where, pool), plan)
+        runner.load()
+        with Engine(runner):
+            assert [step.program.sizes["T"] for step in runner.steps] == [8, STEP]
+        runner.close()
+    assert asked[0] == max(asked) > min(asked)

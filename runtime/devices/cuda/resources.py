@@ -153,7 +153,7 @@ class CudaResources:
                 f" {self.sizes.pages * PAGE} tokens and steps of"
                 f" {self.sizes.tokens} need more",
                 "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
-                " max_num_batched_tokens",
+                " max_num_batched_tokens, or for a smaller kv_gpu_gib",
             ) from error
 
 

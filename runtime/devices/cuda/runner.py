@@ -161,15 +161,14 @@ class CudaRunner(CudaStepRunner):
         steps, sizes = self.plan.prompt_steps(), self.plan.prompts
         if sizes is None:
             return self.bind_steps(steps, inputs)
-        own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
         across = [step for step in steps if step.phase is Phase.STREAMED]
-        apart = bool(across) and not self.model.states
-        if apart and self.plan.streams_all(self.compiled().program):
+        if across and self.plan.streams_apart(self.compiled().program, self.model):
             self.prepare(inputs)
             prefill_runner = self._streamed_runner()
             prefill_runner.bind(self._batch)
             self.prefill_runner, streamed = prefill_runner, prefill_runner.steps
-        else:
+        else:  # before the others, whose memory fits into that of these
             streamed = self.bind_steps(across, inputs)
             self.streams_from = sizes.alone if across else 0
+        own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]

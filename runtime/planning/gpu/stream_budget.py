@@ -17,7 +17,7 @@ from ..execution import ExecutionPlan, Phase
 from ..lowerable import Lowerable
 from ..placement import CPU
 from ..streaming import Streaming
-from .capacity import free_for_steps, step_bytes
+from .capacity import STEP_TOKENS, free_for_steps, step_bytes
 from .machine import Machine
 
 STREAM_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
@@ -83,7 +83,8 @@ def plan_streaming(
     nodes = model.store.nodes
     if not machine.bounded:
         return _through(machine, RINGS[0], tokens or STREAM_TOKENS[-1], nodes)
-    free = free_for_steps(model, machine, plan)
+    others = _other_steps(model, machine, plan)
+    free = {gpu: n - others[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
     short, most = "", most_tokens(*_crossing(program), plan.sizes.table_pages * PAGE)
     fewer = [T for T in STREAM_TOKENS if most > T]
     for ring in RINGS:
@@ -94,7 +95,7 @@ def plan_streaming(
             if not full:
                 return streaming
             has, need = (max(0, of[full[0]]) / 2**30 for of in (free, needed))
-            short = f"{full[0]} has {has:.1f} GiB for steps, which need {need:.1f}"
+            short = f"{full[0]} has {has:.1f} GiB for them, and they need {need:.1f}"
     raise PykernelsError(
         f"experts cannot be streamed: {short} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
@@ -104,7 +105,7 @@ def plan_streaming(
 def streaming_bytes(
     model: Lowerable, machine: Machine, plan: ExecutionPlan, tokens: int | None = None
 ) -> dict[str, int]:
-    """Memory of each GPU that streamed steps take where there is room.
+    """Bytes of each GPU that streamed steps take beside the others, where there is room.
 
     Args:
         tokens: budget of a step; None: ``RESERVED`` of them.
@@ -132,8 +133,20 @@ def _through(machine: Machine, ring: StreamRing, tokens: int, nodes: MemoryNodes
 def _streamed_bytes(
     model: Lowerable, machine: Machine, plan: ExecutionPlan, streaming: Streaming
 ) -> dict[str, int]:
+    """Bytes of each GPU that streamed steps take beside what the others have."""
     streamed = replace(plan, streaming=streaming)
-    return step_bytes(machine, compile(model, streamed, Phase.STREAMED, streaming.tokens))
+    compiled = compile(model, streamed, Phase.STREAMED, streaming.tokens)
+    nbytes = step_bytes(machine, compiled)
+    if streamed.streams_apart(compiled.program, model):
+        return nbytes
+    others = _other_steps(model, machine, plan)  # one step at a time, in the same memory
+    return {gpu: max(0, nbytes[gpu] - others[gpu]) for gpu in nbytes}
+
+
+def _other_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
+    """Bytes of each GPU that steps take in which no experts cross: short ones, where some do."""
+    tokens = min(plan.sizes.tokens or STEP_TOKENS[-1], STEP_TOKENS[-1])
+    return step_bytes(machine, compile(model, plan, Phase.PROMPT, tokens))
 
 
 def _crossing(program: Program) -> tuple[int, int]:
