@@ -13,6 +13,7 @@ from runtime.devices.gpus import HEADROOM, gpus_of
 from runtime.devices.sim.deferral import deferral_load, with_deferral
 from runtime.devices.sim.machine import Gpu
 from runtime.engine.scheduling.config import CONTEXT, STEP_TOKENS
+from runtime.kv_cache.layout import PAGE
 from runtime.passes.gpu.offload_kv import host_caches
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import Compiled, compile
@@ -71,12 +72,14 @@ class Placed:
     Attributes:
         memory: by device; ``room``: bytes of the GPU for experts besides.
         programs: that were compiled already.
+        kv_tokens: that a server's cache has to be given for these sequences; 0: it has as many.
     """
 
     case: Case
     plan: ExecutionPlan
     memory: Mapping[str, Memory]
     room: int = 0
+    kv_tokens: int = 0
     programs: dict[tuple[object, ...], Compiled] = field(default_factory=dict)
 
     def compiled(
@@ -122,7 +125,7 @@ def placed(case: Case, whole: bool = False) -> Placed:
             f"Give --context, --prompt and --answer that come to {subject.positions} at most",
         )
     stretch = Stretch(subject if whole else replace(subject, stretch=1.0))
-    sizes = _sizes(case, stretch)
+    sizes, kv_tokens = _sizes(case, stretch)
     has = int(case.machine.cpu.memory_gib * ROOM * GIB)
     if not execution.on_gpu:
         plan = ExecutionPlan(
@@ -133,21 +136,23 @@ def placed(case: Case, whole: bool = False) -> Placed:
         caches = subject.decoder.caches(*sizes.of_caches)
         cache = sum(part.nbytes for part in caches.values())
         every = stretch.all_weights
-        return Placed(case, plan, {CPU: Memory(has, every, cache, 0)})
+        return Placed(case, plan, {CPU: Memory(has, every, cache, 0)}, kv_tokens=kv_tokens)
     gpus = list(gpus_of(execution.device))
     missing = [name for name in gpus if name not in case.machine.gpus]
     if missing:
         there = ", ".join(case.machine.gpus) or "none"
         hint = "Give one of these" if case.machine.gpus else "Leave out --device"
         raise PykernelsError(f"{case.machine.name} has no {missing[0]}: its GPUs are {there}", hint)
-    return _on_gpus(case, gpus, sizes, has, stretch)
+    return replace(_on_gpus(case, gpus, sizes, has, stretch), kv_tokens=kv_tokens)
 
 
-def _sizes(case: Case, stretch: Stretch) -> StepSizes:
-    """Returns the sizes of the largest step, with a cache as ``load_engine`` makes it."""
+def _sizes(case: Case, stretch: Stretch) -> tuple[StepSizes, int]:
+    """Returns the sizes of the largest step, with a cache as ``load_engine`` makes it, or as large
+    as the sequences take; and how many tokens the latter are, else 0."""
     wanted, decoder, engine = case.wanted, case.subject.decoder, case.wanted.engine
+    kv_tokens, each = 0, -(-wanted.positions // PAGE)
     if engine is None:
-        pages, slots = -(-wanted.positions // 64) * 4 * wanted.batch, 2 * wanted.batch
+        pages, slots = each * 4 * wanted.batch, 2 * wanted.batch
         longest, sequences = wanted.positions, max(1, wanted.batch)
 
         def own(pages: int) -> int:
@@ -167,10 +172,12 @@ def _sizes(case: Case, stretch: Stretch) -> StepSizes:
             has = int(case.machine.cpu.memory_gib * ROOM * GIB)
             share = (has - states - stretch.all_weights) // 8
         pages, pool = pages_of(engine, longest, cost, max(0, share)), cost.pool
+        if (enough := each * wanted.batch + 1) > pages and not wanted.pages:
+            pages, kv_tokens = enough, enough * PAGE
     pages = wanted.pages or pages
     counts = pages, slots, pool(pages)
     pages, slots, windowed = (math.ceil(n * stretch.factor) for n in counts)
-    return largest_step(
+    step = largest_step(
         longest,
         pages,
         wanted.step_tokens,
@@ -178,6 +185,7 @@ def _sizes(case: Case, stretch: Stretch) -> StepSizes:
         state_slots=slots,
         window_pages=windowed,
     )
+    return step, kv_tokens
 
 
 def _gpu_gib(case: Case, gpu: Gpu) -> float:

@@ -44,6 +44,8 @@ def serve_line(found: Prediction, drafts: DraftForecast) -> str:
         words += ["--threads", str(run.threads)]
     if case.wanted.positions > CONTEXT:
         words += ["--max-model-len", str(case.wanted.positions)]
+    if found.placed.kv_tokens:
+        words += ["--kv-tokens", str(found.placed.kv_tokens)]
     if case.wanted.batch > 16:
         words += ["--max-batch", str(case.wanted.batch)]
     if drafts.pays and not drafts.why_none:

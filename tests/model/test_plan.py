@@ -88,6 +88,16 @@ def test_a_context_that_fits_no_card_lies_in_main_memory() -> None:
     assert max(bound, key=lambda name: bound[name]) == "the link"
 
 
+def test_the_cache_has_room_for_all_sequences() -> None:
+    """More than a server takes by default, which its line then says."""
+    words = ["qwen3.6-35b", "--layers", "8", "--machine", "h200-16-cores", "--gpu-gib", "16"]
+    found = planned(*words, "--device", "cuda:0", "--context", "131072", "--batch", "8")
+    memory: dict[str, dict[str, float]] = found["memory_gib"]  # type: ignore[assignment]
+    cache = 8 * 2 * 2 * 2 * 256 * 2 * 131072 / 2**30  # sequences, layers, keys and values, heads
+    assert memory["cpu"]["cache"] + memory["cuda:0"]["cache"] >= cache
+    assert f"--kv-tokens {8 * 131072 + 64}" in str(found["serve"])
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
     found = planned("qwen3-30b", "--layers", "2", "--format", "q4_k", "--machine", name)
