@@ -11,7 +11,7 @@ from .page_table import PageTable
 from .pages import PagePool
 from .prefix import PageKey, PrefixNode, PrefixTree, extend_keys, path_to
 from .snapshots import Snapshots
-from .states import StateSlots
+from .states import NO_SLOT, StateSlots
 from .windows import WindowPages
 
 
@@ -246,6 +246,12 @@ class BlockManager:
                 if not self.pool.references[node.page]:
                     self.pool.free(node.page)
         return pages
+
+    def save_inside(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
+        """See ``Snapshots.save_inside``."""
+        if self.snapshots is None:
+            return 0, NO_SLOT
+        return self.snapshots.save_inside(table, first, last)
 
     def chunk_end(self, table: PageTable) -> int | None:
         """The token in front of which a sequence's next chunk must end; None: anywhere."""

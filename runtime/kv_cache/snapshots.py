@@ -8,7 +8,8 @@
   the last one stays.
 
 A copy is asked for when the step is launched that brings the state there. Pages of a prompt are in
-the tree by then; those of an output come into it when their last token is known.
+the tree by then; those of an output come into it when their last token is known. A step that saves
+states on its way need not end at a prompt's last full page: it goes on behind it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class Snapshots:
     Attributes:
         stretch: pages between marks at even distances, where that is more than ``spacing``: as many
             as a step has at most, where each step brings all experts to a GPU.
+        inside: whether steps save states on their way.
     """
 
     def __init__(self, states: StateSlots, page_size: int, spacing: int, most: int) -> None:
         self.states, self.page_size = states, page_size
         self.spacing, self.most = spacing, max(1, most)
         self.stretch = 0
+        self.inside = False
 
     def deepest(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """The longest part of a cached prefix that ends with a snapshot."""
@@ -65,12 +68,33 @@ class Snapshots:
             if mark - before >= -(-self.spacing // _NEAR) or (table.forks and mark == full):
                 marks.add(mark)
         table.marks += sorted(mark for mark in marks if mark > cached)
+        table.full = full
 
     def chunk_end(self, table: PageTable) -> int | None:
         """The token in front of which a sequence's next chunk must end; None: anywhere."""
-        return table.marks[0] * self.page_size if table.marks else None
+        if not table.marks or (self.inside and table.marks[0] == table.full):
+            return None
+        return table.marks[0] * self.page_size
 
-    def reached(self, table: PageTable, computed: int, ends: bool) -> PrefixNode | None:
+    def save_inside(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
+        """A step is scheduled with these tokens of a prompt.
+
+        Returns:
+            How many of them are behind a state that it is to save on its way, and the slot for it;
+            0 and ``NO_SLOT``: there is none.
+        """
+        at = table.marks[0] * self.page_size if table.marks and self.inside else last
+        if not first < at < last or (slot := self.states.take()) == NO_SLOT:
+            return 0, NO_SLOT
+        table.inside = slot
+        return last - at, slot
+
+    def undo(self, table: PageTable) -> None:
+        """That step is not launched."""
+        self.states.free(table.inside)
+        table.inside = NO_SLOT
+
+    def reached(self, table: PageTable, computed: int, ends: bool) -> list[PrefixNode]:
         """A step is launched that brings a prompt's state behind ``computed`` tokens, whose pages
         are in the tree.
 
@@ -78,8 +102,26 @@ class Snapshots:
             ends: whether the prompt is complete.
 
         Returns:
-            The page that has got a snapshot; None: none has.
+            The pages that have got snapshots.
         """
+        saved = self._saved_inside(table)
+        node = self._saved_behind(table, computed, ends)
+        return [each for each in (saved, node) if each is not None]
+
+    def _saved_inside(self, table: PageTable) -> PrefixNode | None:
+        slot, table.inside = table.inside, NO_SLOT
+        if slot == NO_SLOT:
+            return None
+        self.states.written.add(slot)
+        node, behind = table.node, table.cached - table.full
+        while node is not None and behind > 0:
+            node, behind = node.parent, behind - 1
+        if node is None or behind:
+            self.states.free(slot)
+            return None
+        return node if self.states.keep(node, slot) else None
+
+    def _saved_behind(self, table: PageTable, computed: int, ends: bool) -> PrefixNode | None:
         pages, more = divmod(computed, self.page_size)
         marked = False
         while table.marks and table.marks[0] <= pages:
@@ -120,6 +162,7 @@ class Snapshots:
         """The sequence leaves: its snapshots stay."""
         self.states.free(table.slot)
         self.states.free(table.saved)
-        table.slot = table.saved = NO_SLOT
+        self.states.free(table.inside)
+        table.slot = table.saved = table.inside = NO_SLOT
         table.latest = table.source = None
         table.marks.clear()

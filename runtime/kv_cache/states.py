@@ -33,6 +33,7 @@ class StateSlots:
     Attributes:
         below: the next level; None: there is none.
         copies: (from, to), which a device is to make before the next step.
+        written: slots to which the step that runs saves states.
     """
 
     below: Below | None = None
@@ -40,6 +41,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.copies: list[tuple[int, int]] = []
+        self.written: set[int] = set()
         self._free = list(range(num_slots - 1, -1, -1))
         self._snapshots: OrderedDict[PrefixNode, int] = OrderedDict()  # the oldest first
 
@@ -68,7 +70,7 @@ class StateSlots:
     def take_apart(self) -> int:
         """A slot for whoever writes it before the copies are made that are to be: none of them has
         to do with it; ``NO_SLOT`` if there is none."""
-        copied = {slot for copy in self.copies for slot in copy}
+        copied = self.written.union(*self.copies)
         for i, slot in enumerate(self._free):
             if slot not in copied:
                 return self._free.pop(i)
@@ -124,6 +126,7 @@ class StateSlots:
         return slot
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The copies that are to be made now."""
+        """The copies that are to be made now, while no step runs."""
         copies, self.copies = self.copies, []
+        self.written.clear()
         return copies

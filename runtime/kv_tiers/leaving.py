@@ -90,7 +90,7 @@ class Leaving:
             return
         assert self._manager.snapshots is not None
         states = self._manager.snapshots.states
-        coming = {slot for _, slot in states.copies}
+        coming = states.written.union(slot for _, slot in states.copies)
         for node, used in list(self._states.items()):
             slot = states.slot_of(node)
             if slot in coming:

@@ -17,6 +17,7 @@ from ..passes.dual_batch import dual_batch
 from ..passes.gpu.attend_on_cpu import attend_on_cpu
 from ..passes.gpu.metadata import gpu_metadata
 from ..passes.gpu.offload_kv import offload_kv
+from ..passes.gpu.save_states import save_states
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
@@ -104,6 +105,12 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return gpu_metadata(program, step.phase is Phase.DECODE)
 
 
+def _save_states(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Of steps with chunks of prompts on a GPU."""
+    on_gpu = plan.placement.device not in (CPU, REF)
+    return save_states(program) if on_gpu and step.phase is not Phase.DECODE else program
+
+
 def _offload_kv(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return offload_kv(program, plan.placement.kv_in_main)
 
@@ -119,6 +126,7 @@ STAGES: tuple[Stage, ...] = (
     _dual_batch,
     _stream_dense,
     _tensor,
+    _save_states,
     _gpu_metadata,
     _offload_kv,
 )

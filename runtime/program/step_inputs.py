@@ -7,7 +7,9 @@ int64 [S, pages]: "page_table". int64 [R]: "logits_indices", tokens whose logits
 int64 [S], by sequence: "query_starts", its first token in the step; "query_lengths", its tokens
 there; "lengths", its keys with those of this step; "page_rows", its row of the page table; where
 layers have states, "state_slots", the slot of its own, and "has_state", 0 where that starts from
-zeros.
+zeros. Steps that save states on their way have of each sequence "head_lengths", its tokens up to
+there; "tail_starts" and "tail_lengths", those behind it, of which most have none; "saved_slots",
+the slot that gets a copy, -1 none.
 Where layers with a window have pages of their own, "window_table" and "window_slots" are to them
 what "page_table" and "slot_mapping" are to the others.
 "sampling.*": [R], each row's parameters; tables that rows share (``ops``).
@@ -19,16 +21,19 @@ import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
+from .op_table.delta_nets import BY_TAIL
 from .ops import OPS, SAMPLING, SAMPLING_TABLES
 from .program import Builder, Program
 
 IS_PROMPT = "is_prompt"
 STATE_SLOTS, HAS_STATE = "state_slots", "has_state"
+HEAD_LENGTHS, TAIL_STARTS, TAIL_LENGTHS, SAVED_SLOTS = BY_TAIL
 WINDOW_TABLE, WINDOW_SLOTS = "window_table", "window_slots"
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
 _NEUTRAL = {
     "slot_mapping": -1,
     WINDOW_SLOTS: -1,
+    SAVED_SLOTS: -1,
     "sampling.top_p": 1,
     "sampling.repetition": 1,
     "sampling.num_logprobs": -1,

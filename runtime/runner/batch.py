@@ -115,6 +115,9 @@ class StepBatch:
         page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
         state_slots: [max_num_seqs] where the state of sequence s is, if layers have states; one of
             whose keys are all of this step starts from nothing, whatever is there.
+        tails, saved_slots: [max_num_seqs] tokens of sequence s behind a state that the step saves
+            on its way, a page of them at most, and the slot that gets it; 0 and -1: none. Only
+            where the runner ``saves_states``.
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
         table_pages: columns of ``page_tables`` that the step reads.
@@ -138,6 +141,8 @@ class StepBatch:
     seq_lens: Ints
     page_table_rows: Ints
     state_slots: Ints
+    tails: Ints
+    saved_slots: Ints
     page_tables: Ints
     logits_indices: Ints
     seeds: Ints
@@ -178,6 +183,8 @@ class StepBatch:
             seq_lens=seq_lens[:S],
             page_table_rows=np.zeros(S, np.int64),
             state_slots=np.full(S, -1, np.int64),
+            tails=np.zeros(S, np.int64),
+            saved_slots=np.full(S, -1, np.int64),
             page_tables=page_tables,
             logits_indices=np.zeros(R, np.int64),
             seeds=np.zeros(R, np.int64),
@@ -207,6 +214,7 @@ class StepBatch:
             other.query_start_loc[:] = self.query_start_loc
             other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
             other.state_slots[:] = self.state_slots
+            other.tails[:], other.saved_slots[:] = self.tails, self.saved_slots
             R = max(self.R, other.R)
             other.logits_indices[:R] = self.logits_indices[:R]
             other.seeds[:R] = self.seeds[:R]
@@ -361,6 +369,8 @@ class Runner(StepRunner, Protocol):
 
     streams_from: int
     """Tokens from which its own steps with prompts stream experts, once it is bound; 0: none do."""
+    saves_states: bool
+    """Whether steps with prompts save states on their way (``StepBatch.saved_slots``)."""
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
     next_runs: bool

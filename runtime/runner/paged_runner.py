@@ -26,8 +26,12 @@ from ..program.node import STEP_SIZES
 from ..program.sizes import microbatch_tokens
 from ..program.step_inputs import (
     HAS_STATE,
+    HEAD_LENGTHS,
     IS_PROMPT,
+    SAVED_SLOTS,
     STATE_SLOTS,
+    TAIL_LENGTHS,
+    TAIL_STARTS,
     WINDOW_SLOTS,
     WINDOW_TABLE,
 )
@@ -100,6 +104,8 @@ class PagedRunner(ABC):
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
     streams_from = 0
+    saves_states = False
+    """See ``runner.batch.Runner``."""
     """See ``runner.batch.Runner``."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
@@ -128,6 +134,7 @@ class PagedRunner(ABC):
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._has_state = np.zeros(self.max_num_seqs, np.int64)
+        self._head_lengths, self._tail_starts = np.zeros((2, self.max_num_seqs), np.int64)
         self._microbatches: MicrobatchInputs | None = None
         self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._executable: Executable  # of the last step
@@ -246,6 +253,10 @@ class PagedRunner(ABC):
             "page_rows": batch.page_table_rows,
             STATE_SLOTS: batch.state_slots,
             HAS_STATE: self._has_state,
+            HEAD_LENGTHS: self._head_lengths,
+            TAIL_STARTS: self._tail_starts,
+            TAIL_LENGTHS: batch.tails,
+            SAVED_SLOTS: batch.saved_slots,
         }
         if batch.window_tables is not None and batch.window_slots is not None:
             arrays |= {WINDOW_TABLE: batch.window_tables, WINDOW_SLOTS: batch.window_slots}
@@ -382,6 +393,8 @@ class PagedRunner(ABC):
         counts[:] = batch.num_scheduled
         # The same as long as the version is: only a prompt starts from nothing.
         self._has_state[:S] = batch.seq_lens[:S] > counts
+        self._head_lengths[:S] = counts - batch.tails[:S]
+        self._tail_starts[:S] = batch.query_start_loc[1 : S + 1] - batch.tails[:S]
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
         steps = self.decode_steps if self._takes_decode(batch) else self.steps

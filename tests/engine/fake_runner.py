@@ -56,6 +56,7 @@ class FakeRunner:
     routed_layers = ()
     prefill_runner = None
     streams_from = 0
+    saves_states = False
     least_seconds = 0.0
     why_no_drafts = ""
     late_masks = True

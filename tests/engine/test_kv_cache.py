@@ -127,6 +127,29 @@ def test_a_long_prompt_has_snapshots_further_apart() -> None:
     assert manager.snapshots.states.snapshots == 5
 
 
+def test_a_step_saves_the_state_of_a_page_on_its_way() -> None:
+    manager = BlockManager(64, PAGE, max_num_seqs=2, max_pages=64, state_slots=4, spacing=1)
+    snapshots, tokens, table = manager.snapshots, list(range(4 * PAGE + 1)), PageTable()
+    assert snapshots is not None and manager.admit(table, tokens)
+    snapshots.inside, table.marks = True, [4]
+    assert manager.chunk_end(table) is None
+    assert manager.save_inside(table, 0, 3 * PAGE) == (0, NO_SLOT), "it ends in front of it"
+    there = snapshots.states.available
+    _, slot = manager.save_inside(table, 0, len(tokens))
+    snapshots.undo(table)
+    assert snapshots.states.available == there
+    assert manager.save_inside(table, 0, len(tokens)) == (1, slot)
+    manager.commit(table, tokens, len(tokens))
+    [node] = snapshots.reached(table, len(tokens), ends=True)
+    assert snapshots.states.slot_of(node) == slot != table.slot
+    assert not snapshots.states.copies and not table.marks
+    snapshots.states.drop(node)  # while the step runs
+    apart = {snapshots.states.take_apart() for _ in range(4)}
+    assert slot not in apart
+    assert snapshots.states.take_copies() == []
+    assert snapshots.states.take_apart() == slot
+
+
 def test_nothing_is_adopted_behind_pages_that_were_forgotten() -> None:
     """A step fails whose pages a load from another level is to go on from."""
     manager = BlockManager(num_pages=8, page_size=PAGE, max_num_seqs=2, max_pages=8)

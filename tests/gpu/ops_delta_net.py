@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
-from pykernels.gpu.delta_net.copy_states import StateCopies
+from pykernels.gpu.delta_net.copy_states import StateCopies, save_states
 from pykernels.gpu.delta_net.decode import DeltaNet, delta_step, norm_and_shift
 from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule
@@ -140,6 +140,21 @@ def _copy_states() -> Op:
     return Op("copy_states", make, run, ("state", "conv"))
 
 
+def _save_states() -> Op:
+    def make(device: torch.device) -> Tensors:
+        slots, saved = (
+            torch.tensor(numbers, dtype=torch.int32, device=device)
+            for numbers in ([3, 1, -1], [0, -1, -1])
+        )
+        state = normal(device, 5, 3, large(device, 4096, 80), dtype=FP32)
+        return {"state": state, "slots": slots, "saved": saved}
+
+    def run(t: Tensors) -> None:
+        save_states(t["state"], t["slots"], t["saved"])
+
+    return Op("save_states", make, run, ("state",))
+
+
 def _shared_factor() -> Op:
     def make(device: torch.device) -> Tensors:
         H = large(device, 2048, 200)
@@ -157,6 +172,7 @@ def _shared_factor() -> Op:
 DELTA_NET = (
     _step(),
     _copy_states(),
+    _save_states(),
     _shared_factor(),
     _rule(1),
     _rule(70),

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pykernels import ref
+from pykernels.errors import PykernelsError
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
-from pykernels.gpu.delta_net.copy_states import StateCopies
+from pykernels.gpu.delta_net.copy_states import StateCopies, save_states
 from pykernels.gpu.delta_net.decode import DeltaNet, delta_step, norm_and_shift
 from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from pykernels.gpu.delta_net.gated_delta_rule import DeltaRulePlan, gated_delta_rule
@@ -256,12 +257,31 @@ def test_states_of_all_layers_are_copied_in_one_launch(device: torch.device) -> 
         assert torch.equal(state, other)
 
 
+def test_states_are_saved_in_a_step(device: torch.device) -> None:
+    """Of sequences that have a slot, to those that are named."""
+    state = torch.randn(6, 3, 1700, device=device)
+    wanted = state.clone()
+    wanted[4], wanted[2] = state[1], state[0]
+    slots, saved = torch.tensor([[1, 3, -1, 0], [4, -1, 5, 2]], device=device).int()
+    save_states(state, slots, saved)
+    assert torch.equal(state, wanted)
+    with pytest.raises(PykernelsError):
+        save_states(state.half(), slots, saved)
+    with pytest.raises(PykernelsError):
+        save_states(state, slots, saved[:2])
+
+
 def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def _meta_batch(S: int, longest: int) -> StateBatch:
     return StateBatch(*(_meta(S, dtype=torch.int32) for _ in range(4)), longest)
+
+
+def _save(S: int) -> None:
+    slots = _meta(S, dtype=torch.int32)
+    save_states(_meta(9, 32, 128, 128, dtype=FLOAT), slots, slots)
 
 
 def _rule(T: int, S: int, longest: int) -> None:
@@ -290,6 +310,7 @@ COMPILES = [
     ("causal_conv1d decode", lambda: _conv(8, 8, 1)),
     ("delta_step", lambda: _step(8)),
     ("copy_states", lambda: StateCopies([_meta(9, 32, 128, 128, dtype=FLOAT)]).copy(1, 2)),
+    ("save_states", lambda: _save(2)),
     ("causal_conv1d prompt", lambda: _conv(4096, 2, 4000)),
     ("gated_rms_norm", lambda: gated_rms_norm(_meta(*HEADS), _meta(*HEADS), _meta(128), 1e-6)),
     ("sigmoid_mul", lambda: sigmoid_mul(_meta(64, 16, 256), _meta(64, 16, 256))),

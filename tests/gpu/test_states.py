@@ -115,6 +115,19 @@ def test_chunks_neighbours_and_snapshots(made: tiny.Tiny, device: torch.device) 
     assert second.completions[0].stats.cached_tokens == 128
 
 
+def test_a_prompt_of_one_step_leaves_a_snapshot(made: tiny.Tiny, device: torch.device) -> None:
+    """The step goes on behind the last full page, beside another prompt and a decode."""
+    prompt = tokens(71, 3)
+    other = [*prompt[:66], *tokens(9, 4)]
+    with engine(made.path, device, 16, ON_GPU) as found:
+        [first] = found.generate([prompt], greedy(3))
+        assert found.stats.steps == 3
+        second, third = found.generate([other, tokens(76, 5)], greedy(4))
+    assert second.completions[0].stats.cached_tokens == 64
+    for ids, result in ((prompt, first), (other, second), (tokens(76, 5), third)):
+        check(made, ids, result, "cuda")
+
+
 def test_another_device_has_written_the_blocks(
     made: tiny.Tiny, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""Copies states from slot to slot, of all layers in one launch: a fork or a snapshot of a model
-with 36 layers of two states would be 72."""
+"""Copies states from slot to slot: of all layers in one launch between steps, where a fork or a
+snapshot of a model with 36 layers of two states would be 72; or within a step, of one of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,43 @@ def _copy_states(addresses, sizes, source, target, BLOCK: tl.constexpr):
     if tl.program_id(1) * BLOCK < size:
         value = tl.load(state + source * size + at, mask=at < size)
         tl.store(state + target * size + at, value, mask=at < size)
+
+
+@triton.jit
+def _save_states(state, slots, saved, size, BLOCK: tl.constexpr):
+    s = tl.program_id(0)
+    source, target = tl.load(slots + s).to(tl.int64), tl.load(saved + s).to(tl.int64)
+    if (source >= 0) & (target >= 0):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(state + source * size + at, mask=at < size)
+        tl.store(state + target * size + at, value, mask=at < size)
+
+
+def save_states(state: torch.Tensor, slots: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copies states of a step's sequences to other slots. One launch, on the current GPU.
+
+    Args:
+        state: float32 [slots, ...], contiguous.
+        slots: int32 [S] of each sequence; ``saved``: int32 [S], those that get a copy, all
+            different and of no sequence of the step; where one of both is negative, none is made.
+
+    Raises:
+        PykernelsError: other dtypes or sizes, or no Triton for this device.
+    """
+    check_device(state, slots, saved)
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise PykernelsError(
+            f"the state is {state.dtype}, of strides {state.stride()}", "Give contiguous float32"
+        )
+    if any(x.dtype != torch.int32 or x.shape != slots.shape[:1] for x in (slots, saved)):
+        raise PykernelsError(
+            f"slots {slots.dtype} {tuple(slots.shape)} and {saved.dtype} {tuple(saved.shape)}",
+            "Give int32 [S] for both",
+        )
+    size = state[0].numel()
+    if len(slots) and size:
+        grid = len(slots), triton.cdiv(size, _BLOCK)
+        _save_states[grid](state, slots, saved, size, BLOCK=_BLOCK, num_warps=8)
 
 
 class StateCopies:

@@ -10,6 +10,7 @@ from pykernels.cpu.vectors import width
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
 
+from ...passes.gpu.save_states import refuse_saved
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -131,6 +132,7 @@ def _gate(ctx: Context, node: Node, D: int, fields: dict[str, int]) -> list[Job]
 
 def _sequences(ctx: Context, node: Node, state: str) -> dict[str, int]:
     """The fields of a record that say where tokens and states lie."""
+    refuse_saved(node)
     slots = node.inputs[state]
     return {
         "count_at": ctx.count_at(node.inputs["state_slots"]),

@@ -83,7 +83,7 @@ def _temporary(program: Program, node: Node) -> int:
         rows = program.shape(node.inputs["x"])[0]  # where ranks share tokens, those of all
         each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
         return 2 * rows * each * (3 * H + 2 * inner) + UNPACK_SCRATCH
-    if node.op == "gated_delta_rule" and node.attr("longest") > 1:  # W, U, G, states of chunks
+    if node.op == "gated_delta_rule" and node.attr("longest") != 1:  # W, U, G, states of chunks
         HV, DK, DV = program.shape(node.outputs["delta"])[1:]
         chunks = min(T, program.sizes["S"] + T // DELTA_CHUNK)
         return HV * (2 * T * (DK + DV) + 2 * 4 * T + 2 * chunks * DK * DV)

@@ -57,6 +57,7 @@ class CudaRunner(CudaStepRunner):
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
         self._state_copies: Sequence[StateCopies] = ()
+        self.saves_states = bool(self.model.states)
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:

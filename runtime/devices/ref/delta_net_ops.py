@@ -7,6 +7,7 @@ import torch
 from pykernels import ref
 from pykernels.shapes import StateBatch
 
+from ...passes.gpu.save_states import refuse_saved
 from ...program import Node
 from .memory import RefBuffers
 
@@ -82,6 +83,7 @@ def _gated(m: RefBuffers, node: Node, D: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _batch(m: RefBuffers, node: Node) -> StateBatch:
     """Where the step's sequences have their tokens and states."""
+    refuse_saved(node)
     names = ("query_starts", "query_lengths", "state_slots", "has_state")
     starts, lengths, slots, past = (m.read(node.inputs[name]).int().contiguous() for name in names)
     return StateBatch(starts, lengths, slots, past, max_length=m.length(node.outputs["out"]))

@@ -45,6 +45,7 @@ class BatchWriter:
         batch = self.batch
         T, sampling = self._write_decoding(decoding, rows, drafts)
         requests = list(decoding)
+        batch.tails[:], batch.saved_slots[:] = 0, -1
         logprob_rows: list[int] = []  # indices of the tokens that give prompt logprobs
         forced_sampling: list[SequenceSampling] = []
         for chunk in chunks:
@@ -55,7 +56,11 @@ class BatchWriter:
             batch.positions[T : T + size] = at
             batch.is_prompt[T : T + size] = at < request.prompt_size
             self._write_slots(slice(T, T + size), request.table.row, at)
-            batch.seq_lens[len(requests)] = last
+            s = len(requests)
+            batch.seq_lens[s] = last
+            batch.tails[s], batch.saved_slots[s] = self.manager.save_inside(
+                request.table, first, last
+            )
             for position in chunk.logprob_positions:
                 logprob_rows.append(T + position - first)
                 forced_sampling.append(

@@ -77,6 +77,8 @@ class Scheduler(Queues):
     def add_prefill_stream(self, runner: Runner) -> PrefillStream | None:
         """Called once the runner is bound."""
         snapshots = self.manager.snapshots
+        if snapshots is not None:
+            snapshots.inside = runner.saves_states
         if runner.streams_from and snapshots is not None and self._config.snapshot_tokens is None:
             snapshots.stretch = self.budget // self.page_size
         if self._config.prefill_yield:
@@ -223,6 +225,8 @@ class Scheduler(Queues):
             request.drawn -= count
         for chunk in step.chunks:
             chunk.request.computed = chunk.first
+            if self.manager.snapshots is not None:
+                self.manager.snapshots.undo(chunk.request.table)
             if chunk.completes:
                 self.decoding.remove(chunk.request)
                 insort(self.prefilling, chunk.request, key=ORDER)
@@ -239,9 +243,9 @@ class Scheduler(Queues):
             self.tiers.launched(step.inserted)
         if (snapshots := self.manager.snapshots) is not None:
             for chunk in step.chunks:
-                node = snapshots.reached(chunk.request.table, chunk.last, chunk.completes)
-                if node is not None:
-                    step.snapshots.append(node)
+                step.snapshots += snapshots.reached(
+                    chunk.request.table, chunk.last, chunk.completes
+                )
             for request in step.decoding:
                 snapshots.decoded(request.table, request.computed)
 

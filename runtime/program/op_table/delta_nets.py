@@ -8,10 +8,16 @@ from typing import Any
 
 from .op import Attr, Op, Port
 
+BY_TAIL = ("head_lengths", "tail_starts", "tail_lengths", "saved_slots")
+"""Where a sequence's tokens behind a state that is saved begin, and how many there are in front of
+it and behind it; the slot to which it is copied, or -1."""
+
 _BY_SEQUENCE = {
     name: Port("index", ("S",))
     for name in ("query_starts", "query_lengths", "state_slots", "has_state")
 }
+_SAVED = {name: Port("index", ("S",), optional=True) for name in BY_TAIL}
+"""Of steps that save states on their way (``passes.gpu.save_states``)."""
 _LONGEST = {"longest": Attr(int, 0)}
 """Most tokens of a sequence, where all that a step runs knows it; 0: as many as a step has."""
 _CONV_STATE = {"conv": Port("float32", ("slots", "before", "C"))}
@@ -52,6 +58,7 @@ DELTA_NETS: dict[str, Op] = {
             "out_gate": Port("activation", ("T", ">out_gate_start + C"), optional=True),
             **_CONV_STATE,
             **_BY_SEQUENCE,
+            **_SAVED,
         },
         outputs={"out": Port("activation", ("T", "C")), **_CONV_STATE},
         weights={"weight": Port("", ("K", "C")), "bias": Port("", ("C",), optional=True)},
@@ -84,6 +91,7 @@ DELTA_NETS: dict[str, Op] = {
             **_GATES,
             **_DELTA_STATE,
             **_BY_SEQUENCE,
+            **_SAVED,
         },
         outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
         attrs={

@@ -12,7 +12,7 @@ import torch
 
 from ...kv_cache.layout import PAGE
 from ...planning.prefill_rates import Rates, balanced_share
-from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ...program.step_inputs import HAS_STATE, HEAD_LENGTHS, IS_PROMPT, STATE_SLOTS
 from ..paged_runner import Executable
 
 MEASURED = 64, 256, 1024
@@ -24,6 +24,7 @@ _BY_SEQUENCE = {
     "query_starts": False,
     "query_lengths": True,
     "lengths": True,
+    HEAD_LENGTHS: True,
     **dict.fromkeys(("page_rows", STATE_SLOTS, HAS_STATE), False),
 }
 """Whether it is the number of tokens."""

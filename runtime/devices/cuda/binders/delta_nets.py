@@ -6,11 +6,15 @@ and in which slots their states, it reads from the step's inputs, so that it can
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d as convolve
+from pykernels.gpu.delta_net.copy_states import save_states
 from pykernels.gpu.delta_net.decode import DeltaNet, norm_and_shift
 from pykernels.gpu.delta_net.decode import delta_step as step
 from pykernels.gpu.delta_net.gate import delta_gates as make_gates
@@ -19,6 +23,7 @@ from pykernels.gpu.delta_net.gate import sigmoid_mul as multiply_by_sigmoid
 from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule as remember
 from pykernels.shapes import StateBatch
 
+from ....kv_cache.layout import PAGE
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
 from .dense import Launch, void
@@ -28,7 +33,7 @@ _OF_ONE_TOKEN = ("delta_step", "delta_norm")
 
 def causal_conv1d(m: GpuBuffers, node: Node) -> Launch:
     weight, bias = m.weight(node, "weight").T, m.optional_weight(node, "bias")  # [C, K], [C]
-    state, batch, out = m.read(node, "conv"), _batch(m, node), m.written(node, "out")
+    state, out = m.read(node, "conv"), m.written(node, "out")
 
     def channels(port: str) -> torch.Tensor:
         start = node.attr(f"{port}_start")
@@ -36,9 +41,11 @@ def causal_conv1d(m: GpuBuffers, node: Node) -> Launch:
 
     x, silu = channels("x"), bool(node.attr("silu"))
     gates = (channels("in_gate"), channels("out_gate")) if "in_gate" in node.inputs else None
-    return lambda: void(
+
+    def over(batch: StateBatch) -> None:
         convolve(x, weight, state, batch, silu=silu, bias=bias, gates=gates, out=out)
-    )
+
+    return _saving(m, node, state, over)
 
 
 def delta_gates(m: GpuBuffers, node: Node) -> Launch:
@@ -58,8 +65,12 @@ def gated_delta_rule(m: GpuBuffers, node: Node) -> Launch:
     q, k, v = m.read(node, "qkv").split([HK * DK, HK * DK, HV * DV], 1)
     heads = q.unflatten(1, (HK, DK)), k.unflatten(1, (HK, DK)), v.unflatten(1, (HV, DV))
     gates = m.read(node, "g"), m.read(node, "beta")
-    batch, out = _batch(m, node), m.written(node, "out").view(-1, HV, DV)
-    return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
+    out = m.written(node, "out").view(-1, HV, DV)
+
+    def over(batch: StateBatch) -> None:
+        remember(*heads, *gates, state, batch, **how, out=out)
+
+    return _saving(m, node, state, over)
 
 
 def delta_step(m: GpuBuffers, node: Node) -> Launch:
@@ -105,6 +116,28 @@ def _gated(m: GpuBuffers, node: Node, D: int) -> tuple[torch.Tensor, torch.Tenso
     gate = m.read(node, "gate")[:, start : start + heads * D]
     x, out = m.read(node, "x"), m.written(node, "out")
     return x.view(-1, heads, D), gate.unflatten(1, (heads, D)), out.view(-1, heads, D)
+
+
+def _saving(
+    m: GpuBuffers, node: Node, state: torch.Tensor, over: Callable[[StateBatch], None]
+) -> Launch:
+    """Goes over a step's tokens; where states are saved on the way, over those up to there, and
+    then over those behind."""
+    whole = _batch(m, node)
+    if "saved_slots" not in node.inputs:
+        return partial(over, whole)
+    head = replace(whole, lengths=m.read(node, "head_lengths"))
+    lengths, saved = m.read(node, "tail_lengths"), m.read(node, "saved_slots")
+    # Whoever has tokens there has a state.
+    places = {"starts": m.read(node, "tail_starts"), "lengths": lengths, "past": lengths}
+    tail = replace(whole, **places, max_length=min(whole.max_length, PAGE))
+
+    def launch() -> None:
+        over(head)
+        save_states(state, whole.slots, saved)
+        over(tail)
+
+    return launch
 
 
 def _batch(m: GpuBuffers, node: Node) -> StateBatch:

@@ -15,8 +15,12 @@ from ....program import Node, Program
 from ....program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
 from ....program.step_inputs import (
     HAS_STATE,
+    HEAD_LENGTHS,
     IS_PROMPT,
+    SAVED_SLOTS,
     STATE_SLOTS,
+    TAIL_LENGTHS,
+    TAIL_STARTS,
     WINDOW_SLOTS,
     WINDOW_TABLE,
 )
@@ -30,6 +34,8 @@ BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
 BY_SEQUENCE = {"query_starts": 0, "query_lengths": 0, STATE_SLOTS: -1, HAS_STATE: 0}
 """Likewise [S], of programs whose nodes read states."""
+BY_TAIL = {HEAD_LENGTHS: 0, TAIL_STARTS: 0, TAIL_LENGTHS: 0, SAVED_SLOTS: -1}
+"""Likewise, of those that save some on their way."""
 _TABLES = {"table": "page_table", "window_table": WINDOW_TABLE}
 """Pages of sequences, and the arrays that they are in."""
 _OF_DECODES = (*_TABLES, "decode_lengths")
@@ -120,7 +126,10 @@ class Bucket:
         windows = any("window_table" in node.outputs for node in writes)
         self._by_token = {**BY_TOKEN, **({WINDOW_SLOTS: -1} if windows else {})}
         shapes: dict[str, Shape] = dict.fromkeys(self._by_token, ((self.T,), torch.int32))
-        self._by_sequence = BY_SEQUENCE if _reads_states(program) else {}
+        self._by_sequence = {
+            **(BY_SEQUENCE if _reads(program, STATE_SLOTS) else {}),
+            **(BY_TAIL if _reads(program, SAVED_SLOTS) else {}),
+        }
         S = self.T if microbatches else min(self.T, program.sizes["S"])
         shapes |= dict.fromkeys(self._by_sequence, ((S,), torch.int32))
         shapes |= {
@@ -243,8 +252,8 @@ class Bucket:
         self._copy()
 
 
-def _reads_states(program: Program) -> bool:
-    return any(STATE_SLOTS in node.inputs for node in program.nodes)
+def _reads(program: Program, port: str) -> bool:
+    return any(port in node.inputs for node in program.nodes)
 
 
 def _shapes(program: Program, writes: Sequence[Node]) -> dict[str, Shape]:
@@ -265,7 +274,7 @@ def _most_bytes(T: int, S: int, R: int, pages: int, max_chunk: int, windows: boo
     """Bytes that a bucket takes, at most; microbatches have room for a sequence a token."""
     C, tables = most_chunks(T, S, max_chunk), 1 + windows
     tokens = ((T,),) * (len(BY_TOKEN) + 2 + windows)
-    n = 2 + len(BY_SEQUENCE)
+    n = 2 + len(BY_SEQUENCE) + len(BY_TAIL)
     by_chunk = (*((C,),) * 4, *((C, pages),) * tables)
     mixed = (*tokens, (R,), *((S,),) * n, *((S, pages),) * tables, *by_chunk)
     microbatches = (*tokens, (R,), *((T,),) * n, *((T, pages),) * tables)
