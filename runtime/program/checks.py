@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from .node import Buffer, Dim, Node
 from .op_table.op import DTYPES, REQUIRED, ROLES, Op, Port
 from .ops import OPS
 from .weight_spec import WeightSpec
+
+_MOST = 1024
+"""Likenesses of an op that are kept."""
+_RIGHT: dict[str, tuple[Op, set[Hashable]]] = {}
 
 
 def fault(
@@ -51,6 +55,18 @@ def node_fault(
         return f"there is no op {node.op!r}"
     if node.role not in ROLES:
         return f"there is no role {node.role!r}"
+    like, known = _likeness(node, buffers, weights), _right_ones(node.op, op)
+    if like in known:
+        return None
+    wrong = _op_fault(node, op, buffers, weights)
+    if wrong is None and like is not None:
+        known.add(like)
+    return wrong
+
+
+def _op_fault(
+    node: Node, op: Op, buffers: Mapping[str, Buffer], weights: Mapping[str, WeightSpec]
+) -> str | None:
     wrong = (
         _names("input", node.inputs, op.inputs)
         or _names("output", node.outputs, op.outputs)
@@ -66,6 +82,32 @@ def node_fault(
         if name not in weights:
             return f"it names {name!r}, which is no weight of the program"
     return _dtypes(node, op, buffers) or _dimensions(node, op, buffers, weights)
+
+
+def _likeness(
+    node: Node, buffers: Mapping[str, Buffer], weights: Mapping[str, WeightSpec]
+) -> Hashable:
+    """All of a node that decides whether it is right, which layers have in common: names are left
+    out; None if it names what there is not, or has attributes that cannot be compared."""
+    try:
+        ports = (
+            tuple((port, buffers[name].dtype, buffers[name].shape) for port, name in given.items())
+            for given in (node.inputs, node.outputs)
+        )
+        of_weights = tuple((port, weights[name].shape) for port, name in node.weights.items())
+        attrs = tuple((name, type(value), value) for name, value in node.attrs.items())
+        like = *ports, of_weights, attrs
+        hash(like)
+    except (KeyError, TypeError):
+        return None
+    return like
+
+
+def _right_ones(name: str, op: Op) -> set[Hashable]:
+    """Likenesses of nodes of an op that are right: passes check all nodes again and again."""
+    if name not in _RIGHT or _RIGHT[name][0] is not op or len(_RIGHT[name][1]) > _MOST:
+        _RIGHT[name] = op, set()
+    return _RIGHT[name][1]
 
 
 def _peers(node: Node, rank: int) -> str | None:
