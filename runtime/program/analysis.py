@@ -275,7 +275,7 @@ def critical_path(
 def experts_per_token(program: Program, ids: str) -> int:
     """How many experts of a token a buffer of ids names at most: behind ``split_routing`` fewer
     than its width, since the others are -1."""
-    node = next(node for node in reversed(program.nodes) if ids in node.writes)
+    node = program.writers[ids]
     if node.op == "place_routing":
         return experts_per_token(program, node.inputs["ids"])
     if node.op != "split_routing":

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +93,11 @@ class Program:
     def readers(self, name: str) -> tuple[Node, ...]:
         """The nodes that read a buffer."""
         return tuple(node for node in self.nodes if name in node.reads)
+
+    @cached_property
+    def writers(self) -> Mapping[str, Node]:
+        """By buffer, the last node that writes it."""
+        return {name: node for node in self.nodes for name in node.writes}
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{key} <= {value}" for key, value in self.sizes.items())

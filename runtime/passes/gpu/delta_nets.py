@@ -16,7 +16,6 @@ _STARTS = ("a_start", "b_start")
 def with_delta_steps(program: Program) -> Program:
     """The program of a decode step with ``delta_step`` and ``delta_norm`` on GPUs, for each run of
     convolution, gates, rule and norm whose results nothing else reads."""
-    writers = {name: node for node in program.nodes for name in node.writes}
     readers: dict[str, list[Node]] = {}
     for node in program.nodes:
         for name in set(node.reads):
@@ -24,7 +23,7 @@ def with_delta_steps(program: Program) -> Program:
     instead: dict[str, list[Node]] = {}
     for rule in program.nodes:
         if rule.op == "gated_delta_rule" and rule.device != _CPU:
-            instead |= _two_for_four(rule, writers, readers)
+            instead |= _two_for_four(rule, program.writers, readers)
     if not instead:
         return program
     nodes = [each for node in program.nodes for each in instead.get(node.name, [node])]
