@@ -50,13 +50,15 @@ class FakeRunner:
     max_model_len: int = 200
     vocab_size: int = 997
     state_slots: int = 0
+    saves_states: bool = False
+    saved: int = 0
+    """States that steps have saved on their way."""
     window_pages: int = 0
     window: int = 0
     deferred = 0
     routed_layers = ()
     prefill_runner = None
     streams_from = 0
-    saves_states = False
     least_seconds = 0.0
     why_no_drafts = ""
     late_masks = True
@@ -189,6 +191,9 @@ class FakeRunner:
         slots = batch.state_slots[: batch.S].tolist()
         assert len(set(slots)) == len(slots), "two sequences have one slot"
         assert all(0 <= slot < self.state_slots for slot in slots)
+        saved = [slot for slot in batch.saved_slots[: batch.S].tolist() if slot >= 0]
+        assert len({*slots, *saved}) == len(slots) + len(saved), "a slot of a sequence is written"
+        assert (batch.saved_slots[batch.S :] == -1).all() and not batch.tails[batch.S :].any()
         for s, slot in enumerate(slots):
             first, last = batch.query_start_loc[s : s + 2].tolist()
             length, tokens = int(batch.seq_lens[s]), histories[s].tolist()
@@ -196,6 +201,12 @@ class FakeRunner:
             count, chain = self.states[slot] if done else (0, 0)
             assert (count, chain) == (done, chained(0, tokens[:done])), "a stale state"
             self.states[slot] = length, chained(chain, tokens[done:])
+            tail, target = int(batch.tails[s]), int(batch.saved_slots[s])
+            assert (tail > 0) == (target >= 0) and tail <= min(self.page_size, last - first - 1)
+            if tail:
+                assert self.saves_states and (length - tail) % self.page_size == 0
+                head = tokens[: length - tail]
+                self.states[target], self.saved = (len(head), chained(0, head)), self.saved + 1
 
     def _check_versions(self, batch: StepBatch) -> None:
         """What a runner may keep while the versions stay is what it would read again."""
@@ -292,14 +303,19 @@ def check_windows(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     assert sorted(every) == list(range(windows.pool.num_pages))
 
 
+def slots_of(table: PageTable) -> tuple[int, int, int]:
+    """What a sequence has, or -1."""
+    return table.slot, table.saved, table.inside
+
+
 def check_states(runner: FakeRunner, manager: BlockManager, tables: Sequence[PageTable]) -> None:
     """Every slot is free, of one sequence or of one snapshot, which is of its page's tokens."""
     assert manager.snapshots is not None
     states = manager.snapshots.states
-    own = [slot for table in tables for slot in (table.slot, table.saved) if slot >= 0]
+    own = [slot for table in tables for slot in slots_of(table) if slot >= 0]
     every = [*states._free, *own, *states._snapshots.values()]
     assert sorted(every) == list(range(runner.state_slots))
-    coming = {target for _, target in states.copies}
+    coming = states.written.union(target for _, target in states.copies)
     for node, slot in states._snapshots.items():
         assert manager.tree._nodes[node.key] is node
         tokens: list[int] = []

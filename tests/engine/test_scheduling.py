@@ -268,8 +268,14 @@ def test_sequences_wait_for_slots_of_states() -> None:
     assert engine.stats.preemptions == 0 and runner.most_seqs == 2
 
 
-@pytest.mark.parametrize(("state_slots", "window"), [(0, 0), (15, 0), (0, 21)])
-def test_nothing_leaks_from_2000_random_requests(state_slots: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("state_slots", "saves", "window"),
+    [(0, False, 0), (15, False, 0), (15, True, 0), (0, False, 21)],
+    ids=["keys and values", "states", "states that steps save", "windows"],
+)
+def test_nothing_leaks_from_2000_random_requests(
+    state_slots: int, saves: bool, window: int
+) -> None:
     """Nor slots of states, where those of three snapshots are all that no sequence may have; nor
     pages of layers with a window, of which there are as few as can be."""
     rng = random.Random(7)
@@ -279,6 +285,7 @@ def test_nothing_leaks_from_2000_random_requests(state_slots: int, window: int) 
         max_num_batched_tokens=40,
         max_num_seqs=6 if window else 12,
         state_slots=state_slots,
+        saves_states=saves,
         window_pages=least_pages(6, 21, 8) if window else 0,
         window=window,
     )
@@ -321,5 +328,6 @@ def test_nothing_leaks_from_2000_random_requests(state_slots: int, window: int) 
                 check_windows(manager, tables)
     stats = engine.stats
     assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
+    assert (runner.saved > 500) == saves
     check_all_free(engine)
     assert stats.free_pages + stats.cached_pages == runner.num_pages
