@@ -2,8 +2,9 @@
 
 ``common.stream_memory.wait_value`` blocks the hardware queue in which the driver has put it. Queues
 are few (8, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says more), so what other streams have launched
-may stand behind it, such as the copies that bring the next layer's experts. A kernel that spins
-holds up its own stream alone.
+may stand behind it, such as the copies that bring the next layer's experts: two GPUs then read
+prompts as slowly as one (``bench/notes/several-gpus.md``). A kernel that spins holds up its own
+stream alone.
 """
 
 from __future__ import annotations
