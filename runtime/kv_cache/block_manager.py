@@ -247,11 +247,11 @@ class BlockManager:
                     self.pool.free(node.page)
         return pages
 
-    def save_inside(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
-        """See ``Snapshots.save_inside``."""
+    def save_in_step(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
+        """See ``Snapshots.save_in_step``."""
         if self.snapshots is None:
             return 0, NO_SLOT
-        return self.snapshots.save_inside(table, first, last)
+        return self.snapshots.save_in_step(table, first, last)
 
     def chunk_end(self, table: PageTable) -> int | None:
         """The token in front of which a sequence's next chunk must end; None: anywhere."""

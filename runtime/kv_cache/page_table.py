@@ -19,8 +19,8 @@ class PageTable:
         source: the page behind whose snapshot its state began; None: from nothing.
         marks, saved, latest: for ``Snapshots``: pages behind which a snapshot is to be taken; the
             slot of one of pages that are not in the tree yet; the page of the output's last one.
-        full, inside: likewise: the last page that its prompt fills; the slot to which the step that
-            is scheduled saves the state behind it.
+        full, in_step: likewise: the last page that its prompt fills; the slot to which the
+            scheduled step saves the state behind it.
         window_first, window_end, kept: for ``WindowPages``: it has the pages of layers with a
             window from the first to before the end; those that are kept longest behind it.
     """
@@ -29,7 +29,7 @@ class PageTable:
         "cached",
         "forks",
         "full",
-        "inside",
+        "in_step",
         "kept",
         "keys",
         "latest",
@@ -48,7 +48,7 @@ class PageTable:
     def __init__(self, forks: bool = False) -> None:
         self.output_from: int | None = None
         self.forks = forks
-        self.slot = self.saved = self.inside = NO_SLOT
+        self.slot = self.saved = self.in_step = NO_SLOT
         self.full = 0
         self.source: PrefixNode | None = None
         self.latest: PrefixNode | None = None

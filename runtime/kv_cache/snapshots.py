@@ -35,14 +35,14 @@ class Snapshots:
     Attributes:
         stretch: pages between marks at even distances, where that is more than ``spacing``: as many
             as a step has at most, where each step brings all experts to a GPU.
-        inside: whether steps save states on their way.
+        in_steps: whether steps save states on their way.
     """
 
     def __init__(self, states: StateSlots, page_size: int, spacing: int, most: int) -> None:
         self.states, self.page_size = states, page_size
         self.spacing, self.most = spacing, max(1, most)
         self.stretch = 0
-        self.inside = False
+        self.in_steps = False
 
     def deepest(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """The longest part of a cached prefix that ends with a snapshot."""
@@ -72,27 +72,27 @@ class Snapshots:
 
     def chunk_end(self, table: PageTable) -> int | None:
         """The token in front of which a sequence's next chunk must end; None: anywhere."""
-        if not table.marks or (self.inside and table.marks[0] == table.full):
+        if not table.marks or (self.in_steps and table.marks[0] == table.full):
             return None
         return table.marks[0] * self.page_size
 
-    def save_inside(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
+    def save_in_step(self, table: PageTable, first: int, last: int) -> tuple[int, int]:
         """A step is scheduled with these tokens of a prompt.
 
         Returns:
             How many of them are behind a state that it is to save on its way, and the slot for it;
             0 and ``NO_SLOT``: there is none.
         """
-        at = table.marks[0] * self.page_size if table.marks and self.inside else last
+        at = table.marks[0] * self.page_size if table.marks and self.in_steps else last
         if not first < at < last or (slot := self.states.take()) == NO_SLOT:
             return 0, NO_SLOT
-        table.inside = slot
+        table.in_step = slot
         return last - at, slot
 
     def undo(self, table: PageTable) -> None:
-        """That step is not launched."""
-        self.states.free(table.inside)
-        table.inside = NO_SLOT
+        """Frees the slot of a step that was scheduled and is not launched."""
+        self.states.free(table.in_step)
+        table.in_step = NO_SLOT
 
     def reached(self, table: PageTable, computed: int, ends: bool) -> list[PrefixNode]:
         """A step is launched that brings a prompt's state behind ``computed`` tokens, whose pages
@@ -104,12 +104,12 @@ class Snapshots:
         Returns:
             The pages that have got snapshots.
         """
-        saved = self._saved_inside(table)
+        saved = self._saved_in_step(table)
         node = self._saved_behind(table, computed, ends)
         return [each for each in (saved, node) if each is not None]
 
-    def _saved_inside(self, table: PageTable) -> PrefixNode | None:
-        slot, table.inside = table.inside, NO_SLOT
+    def _saved_in_step(self, table: PageTable) -> PrefixNode | None:
+        slot, table.in_step = table.in_step, NO_SLOT
         if slot == NO_SLOT:
             return None
         self.states.written.add(slot)
@@ -162,7 +162,7 @@ class Snapshots:
         """The sequence leaves: its snapshots stay."""
         self.states.free(table.slot)
         self.states.free(table.saved)
-        self.states.free(table.inside)
-        table.slot = table.saved = table.inside = NO_SLOT
+        self.states.free(table.in_step)
+        table.slot = table.saved = table.in_step = NO_SLOT
         table.latest = table.source = None
         table.marks.clear()

@@ -106,7 +106,7 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 
 
 def _save_states(program: Program, plan: ExecutionPlan, step: Step) -> Program:
-    """Of steps with chunks of prompts on a GPU."""
+    """Lets steps with chunks of prompts save states, where a GPU has them."""
     on_gpu = plan.placement.device not in (CPU, REF)
     return save_states(program) if on_gpu and step.phase is not Phase.DECODE else program
 

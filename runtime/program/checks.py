@@ -12,8 +12,8 @@ from .ops import OPS
 from .weight_spec import WeightSpec
 
 _MOST = 1024
-"""Likenesses of an op that are kept."""
-_RIGHT: dict[str, tuple[Op, set[Hashable]]] = {}
+"""Signatures of an op that are kept."""
+_VALID: dict[str, tuple[Op, set[Hashable]]] = {}
 
 
 def fault(
@@ -55,12 +55,12 @@ def node_fault(
         return f"there is no op {node.op!r}"
     if node.role not in ROLES:
         return f"there is no role {node.role!r}"
-    like, known = _likeness(node, buffers, weights), _right_ones(node.op, op)
-    if like in known:
+    signature, valid = _signature(node, buffers, weights), _valid_signatures(node.op, op)
+    if signature in valid:
         return None
     wrong = _op_fault(node, op, buffers, weights)
-    if wrong is None and like is not None:
-        known.add(like)
+    if wrong is None and signature is not None:
+        valid.add(signature)
     return wrong
 
 
@@ -84,11 +84,11 @@ def _op_fault(
     return _dtypes(node, op, buffers) or _dimensions(node, op, buffers, weights)
 
 
-def _likeness(
+def _signature(
     node: Node, buffers: Mapping[str, Buffer], weights: Mapping[str, WeightSpec]
 ) -> Hashable:
-    """All of a node that decides whether it is right, which layers have in common: names are left
-    out; None if it names what there is not, or has attributes that cannot be compared."""
+    """What decides whether a node is valid, without names, so that layers have the same; None if it
+    names what there is not, or has attributes that cannot be compared."""
     try:
         ports = (
             tuple((port, buffers[name].dtype, buffers[name].shape) for port, name in given.items())
@@ -96,18 +96,18 @@ def _likeness(
         )
         of_weights = tuple((port, weights[name].shape) for port, name in node.weights.items())
         attrs = tuple((name, type(value), value) for name, value in node.attrs.items())
-        like = *ports, of_weights, attrs
-        hash(like)
+        signature = *ports, of_weights, attrs
+        hash(signature)
     except (KeyError, TypeError):
         return None
-    return like
+    return signature
 
 
-def _right_ones(name: str, op: Op) -> set[Hashable]:
-    """Likenesses of nodes of an op that are right: passes check all nodes again and again."""
-    if name not in _RIGHT or _RIGHT[name][0] is not op or len(_RIGHT[name][1]) > _MOST:
-        _RIGHT[name] = op, set()
-    return _RIGHT[name][1]
+def _valid_signatures(name: str, op: Op) -> set[Hashable]:
+    """Signatures of an op's nodes that were checked: each pass has all nodes checked again."""
+    if name not in _VALID or _VALID[name][0] is not op or len(_VALID[name][1]) > _MOST:
+        _VALID[name] = op, set()
+    return _VALID[name][1]
 
 
 def _peers(node: Node, rank: int) -> str | None:

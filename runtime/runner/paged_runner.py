@@ -104,8 +104,8 @@ class PagedRunner(ABC):
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
     streams_from = 0
-    saves_states = False
     """See ``runner.batch.Runner``."""
+    saves_states = False
     """See ``runner.batch.Runner``."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""

@@ -305,7 +305,7 @@ def check_windows(manager: BlockManager, tables: Sequence[PageTable]) -> None:
 
 def slots_of(table: PageTable) -> tuple[int, int, int]:
     """What a sequence has, or -1."""
-    return table.slot, table.saved, table.inside
+    return table.slot, table.saved, table.in_step
 
 
 def check_states(runner: FakeRunner, manager: BlockManager, tables: Sequence[PageTable]) -> None:

@@ -131,14 +131,14 @@ def test_a_step_saves_the_state_of_a_page_on_its_way() -> None:
     manager = BlockManager(64, PAGE, max_num_seqs=2, max_pages=64, state_slots=4, spacing=1)
     snapshots, tokens, table = manager.snapshots, list(range(4 * PAGE + 1)), PageTable()
     assert snapshots is not None and manager.admit(table, tokens)
-    snapshots.inside, table.marks = True, [4]
+    snapshots.in_steps, table.marks = True, [4]
     assert manager.chunk_end(table) is None
-    assert manager.save_inside(table, 0, 3 * PAGE) == (0, NO_SLOT), "it ends in front of it"
+    assert manager.save_in_step(table, 0, 3 * PAGE) == (0, NO_SLOT), "it ends in front of it"
     there = snapshots.states.available
-    _, slot = manager.save_inside(table, 0, len(tokens))
+    _, slot = manager.save_in_step(table, 0, len(tokens))
     snapshots.undo(table)
     assert snapshots.states.available == there
-    assert manager.save_inside(table, 0, len(tokens)) == (1, slot)
+    assert manager.save_in_step(table, 0, len(tokens)) == (1, slot)
     manager.commit(table, tokens, len(tokens))
     [node] = snapshots.reached(table, len(tokens), ends=True)
     assert snapshots.states.slot_of(node) == slot != table.slot

@@ -4,7 +4,7 @@
 are few (8, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says more), so what other streams have launched
 may stand behind it, such as the copies that bring the next layer's experts: two GPUs then read
 prompts as slowly as one (``bench/notes/several-gpus.md``). A kernel that spins holds up its own
-stream alone.
+stream alone; where nothing is copied beside, it would gain nothing.
 """
 
 from __future__ import annotations

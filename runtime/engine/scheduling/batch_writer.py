@@ -58,7 +58,7 @@ class BatchWriter:
             self._write_slots(slice(T, T + size), request.table.row, at)
             s = len(requests)
             batch.seq_lens[s] = last
-            batch.tails[s], batch.saved_slots[s] = self.manager.save_inside(
+            batch.tails[s], batch.saved_slots[s] = self.manager.save_in_step(
                 request.table, first, last
             )
             for position in chunk.logprob_positions:

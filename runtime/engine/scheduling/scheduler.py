@@ -78,7 +78,7 @@ class Scheduler(Queues):
         """Called once the runner is bound."""
         snapshots = self.manager.snapshots
         if snapshots is not None:
-            snapshots.inside = runner.saves_states
+            snapshots.in_steps = runner.saves_states
         if runner.streams_from and snapshots is not None and self._config.snapshot_tokens is None:
             snapshots.stretch = self.budget // self.page_size
         if self._config.prefill_yield:

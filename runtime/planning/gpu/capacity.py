@@ -82,6 +82,16 @@ def step_bytes(machine: Machine, compiled: Compiled) -> dict[str, int]:
     }
 
 
+def short_tokens(plan: ExecutionPlan) -> int:
+    """Tokens of the longest step in which no experts cross, where they cross in longer ones."""
+    return min(plan.sizes.tokens or STEP_TOKENS[-1], STEP_TOKENS[-1])
+
+
+def short_step_bytes(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
+    """``step_bytes`` of such a step."""
+    return step_bytes(machine, compile(model, plan, Phase.PROMPT, short_tokens(plan)))
+
+
 def on_gpus(parts: Mapping[str, Program]) -> dict[str, Program]:
     """The parts of a step that run on GPUs."""
     return {name: part for name, part in parts.items() if name != CPU}

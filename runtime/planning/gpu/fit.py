@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from pykernels.errors import PykernelsError
 
-from ..compile import compile
-from ..execution import ExecutionPlan, Phase
+from ..execution import ExecutionPlan
 from ..lowerable import Lowerable
 from ..placement import CPU
-from .capacity import STEP_TOKENS, free_for_steps, step_bytes
+from .capacity import free_for_steps, short_step_bytes, short_tokens
 from .dense import crossing_weights
 from .kv import layers_in_main, with_kv_in_main
 from .machine import Machine
@@ -65,8 +64,7 @@ def _for_streams(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dic
 def check_cap(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> None:
     """Raises PykernelsError where a plan needs more of a GPU than it may take, with what would
     do."""
-    tokens = min(plan.sizes.tokens or STEP_TOKENS[-1], STEP_TOKENS[-1])
-    steps = step_bytes(machine, compile(model, plan, Phase.PROMPT, tokens))
+    tokens, steps = short_tokens(plan), short_step_bytes(model, machine, plan)
     for gpu, left in free_for_steps(model, machine, plan).items():
         if (short := steps[gpu] - left) > 0:
             cap = machine.caps[gpu]

@@ -17,7 +17,7 @@ from ..execution import ExecutionPlan, Phase
 from ..lowerable import Lowerable
 from ..placement import CPU
 from ..streaming import Streaming
-from .capacity import STEP_TOKENS, free_for_steps, step_bytes
+from .capacity import free_for_steps, short_step_bytes, step_bytes
 from .machine import Machine
 
 STREAM_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
@@ -83,7 +83,7 @@ def plan_streaming(
     nodes = model.store.nodes
     if not machine.bounded:
         return _through(machine, RINGS[0], tokens or STREAM_TOKENS[-1], nodes)
-    others = _other_steps(model, machine, plan)
+    others = short_step_bytes(model, machine, plan)
     free = {gpu: n - others[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
     short, most = "", most_tokens(*_crossing(program), plan.sizes.table_pages * PAGE)
     fewer = [T for T in STREAM_TOKENS if most > T]
@@ -139,14 +139,8 @@ def _streamed_bytes(
     nbytes = step_bytes(machine, compiled)
     if streamed.streams_apart(compiled.program, model):
         return nbytes
-    others = _other_steps(model, machine, plan)  # one step at a time, in the same memory
+    others = short_step_bytes(model, machine, plan)  # one step at a time, in the same memory
     return {gpu: max(0, nbytes[gpu] - others[gpu]) for gpu in nbytes}
-
-
-def _other_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
-    """Bytes of each GPU that steps take in which no experts cross: short ones, where some do."""
-    tokens = min(plan.sizes.tokens or STEP_TOKENS[-1], STEP_TOKENS[-1])
-    return step_bytes(machine, compile(model, plan, Phase.PROMPT, tokens))
 
 
 def _crossing(program: Program) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def _waiter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     if m.device.type != "cuda":
         return lambda: shared.wait(node)
     value = shared.needed(node)
-    if shared.is_between_gpus(node):
+    if shared.is_between_gpus(node) and m.has_copies:
         until = partial(wait_flag, shared.flag(node), value)
     else:
         until = partial(wait_value, shared.address(node), value)
