@@ -46,7 +46,10 @@ class DeltaRulePlan:
 
 def shipped_plan(max_length: int) -> DeltaRulePlan:
     """The plan for sequences of at most so many tokens."""
-    return DeltaRulePlan(max_length >= _CHUNKED_FROM)
+    if max_length >= _CHUNKED_FROM:
+        return DeltaRulePlan(True)
+    # Of 1, 8 and 32 sequences an H200 ran this one fastest, or within 3 % of the fastest.
+    return DeltaRulePlan(False, v_block=16, num_warps=1)
 
 
 def _check(
