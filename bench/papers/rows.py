@@ -57,7 +57,7 @@ class Row:
             nobody timed them.
         gpus: how several GPUs share the model, see ``ExecutionConfig.gpus``.
         steps: in which a prompt was read; 0: nobody counted them.
-        kv_gpu_gib, kv_attention: as of ``ExecutionConfig``.
+        kv_gpu_gib, kv_attention, gpu_gib: as of ``ExecutionConfig``.
     """
 
     machine: str
@@ -88,6 +88,7 @@ class Row:
     apart: float = 1.0
     kv_gpu_gib: float | Literal["auto"] = "auto"
     kv_attention: str = "auto"
+    gpu_gib: float | None = None
 
     @property
     def several(self) -> bool:
@@ -110,6 +111,7 @@ class Row:
         if self.kv_gpu_gib != "auto":
             more += f", {self.kv_gpu_gib:g} GiB of keys and values there"
             more += ", attention on CPU" if self.kv_attention == "cpu" else ""
+        more += f", {self.gpu_gib:g} GiB of it" if self.gpu_gib else ""
         return f"{gpus}, experts on CPU{more}"
 
 
@@ -197,8 +199,7 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         measured=data["us_per_step"],
         nbytes=data["bytes_per_step"],
         spread=spread,
-        kv_gpu_gib=data.get("kv_gpu_gib", "auto"),
-        kv_attention=_attention_of(data),
+        **_kv(data),
     )
     if device == "cpu" or experts == "gpu":
         yield Row(
@@ -213,10 +214,13 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         )
 
 
-def _attention_of(data: Mapping[str, Any]) -> str:
-    """``--kv-attention`` of a run, which only its command names."""
+def _kv(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides where keys and values lie, and where decode steps attend to them; the last only
+    the command of a run names."""
     words = str(data.get("command", "")).split()
-    return words[words.index("--kv-attention") + 1] if "--kv-attention" in words else "auto"
+    there = words[words.index("--kv-attention") + 1] if "--kv-attention" in words else "auto"
+    given = {"kv_gpu_gib": data.get("kv_gpu_gib", "auto"), "gpu_gib": data.get("gpu_gib")}
+    return {**given, "kv_attention": there}
 
 
 def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
@@ -247,6 +251,7 @@ def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> 
             kv_dtype=data["kv_dtype"],
             roof_gbps=row["roof_gbps"],
             most=max(other["context"] for other in data["rows"]) + row["steps"],
+            **_kv(data),
         )
 
 

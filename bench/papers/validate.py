@@ -154,6 +154,7 @@ def _case(row: Row, machine: Machine | None = None) -> Placed:
         prefill=row.way or "auto",
         kv_gpu_gib=row.kv_gpu_gib,
         kv_attention=row.kv_attention,
+        gpu_gib=row.gpu_gib,
     )
     prompt = row.context if row.kind == "prompt" else 64
     context = row.context if row.kind == "decode" else 1

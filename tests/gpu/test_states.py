@@ -22,6 +22,7 @@ from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import CudaLayouts, machine_of
 from runtime.devices.cuda.memory.buffers import Arena
+from runtime.devices.cuda.memory.pinning import pin_experts
 from runtime.devices.cuda.resources import CudaResources
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.gpus import gpus_of
@@ -311,6 +312,8 @@ def test_steps_that_stream_have_the_memory_of_the_others(
         plan = replace(plan, prompts=PromptSizes((8,), (), (STEP,), 9, 9))
         runner = CudaRunner(CudaResources.open(decoder, plan, where, pool), plan)
         runner.load()
+        if device.type == "cuda":
+            pin_experts(plan.streaming, runner.compiled().program, decoder.store, runner.pinned)
         with Engine(runner):
             assert [step.program.sizes["T"] for step in runner.steps] == [8, STEP]
         runner.close()
