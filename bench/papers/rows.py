@@ -172,7 +172,7 @@ def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
 def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
     device = data.get("device") or "cpu"
     experts = "cpu" if data.get("expert_device") in (None, "auto", "cpu") else "gpu"
-    vocab = 32000 if (data["model"], data["layers"]) == ("qwen3-30b", 24) else 0
+    told = 32000 if (data["model"], data["layers"]) == ("qwen3-30b", 24) else 0
     common: dict[str, Any] = {
         "machine": machine,
         "file": name,
@@ -180,7 +180,7 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         "arch": data["model"],
         "fmt": data["format"],
         "layers": data["layers"],
-        "vocab": vocab,
+        "vocab": int(_option(data, "--vocab", told)),
         "threads": data["threads"],
         "device": device,
         "experts": experts,
@@ -215,12 +215,15 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
 
 
 def _kv(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides where keys and values lie, and where decode steps attend to them; the last only
-    the command of a run names."""
+    """What decides where keys and values lie, and where decode steps attend to them."""
+    given = {"kv_gpu_gib": data.get("kv_gpu_gib", "auto"), "gpu_gib": data.get("gpu_gib") or None}
+    return {**given, "kv_attention": _option(data, "--kv-attention", "auto")}
+
+
+def _option(data: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An option of a run that only its command names."""
     words = str(data.get("command", "")).split()
-    there = words[words.index("--kv-attention") + 1] if "--kv-attention" in words else "auto"
-    given = {"kv_gpu_gib": data.get("kv_gpu_gib", "auto"), "gpu_gib": data.get("gpu_gib")}
-    return {**given, "kv_attention": there}
+    return words[words.index(name) + 1] if name in words else default
 
 
 def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
