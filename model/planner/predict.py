@@ -14,6 +14,7 @@ from runtime.passes.layers import moe_layers
 from runtime.planning.execution import Phase
 from runtime.planning.gpu.routes import DISAGGREGATED, DSLP
 from runtime.planning.placement import CPU
+from runtime.planning.prefill_rates import MEASURED
 
 from .placing import Placed
 
@@ -100,13 +101,15 @@ def drafts_of(found: Prediction) -> DraftForecast:
 
 
 def predict_prompt(placed: Placed, tokens: int) -> Prompt:
-    """A prompt, by the way of its experts that takes the least time."""
+    """A prompt, by the way of its experts that takes the least time of those that the engine has."""
     ways = {"": Phase.PROMPT}
     if placed.plan.streaming is not None:
         asked = placed.case.execution.prefill
         ways = {"cpu": Phase.PROMPT, "stream": Phase.STREAMED, "split": Phase.SPLIT}
         if placed.case.slots:
             del ways["stream"]
+        elif asked != "split" and min(tokens, placed.plan.sizes.tokens) > MEASURED[-1]:
+            del ways["split"]
         ways = {asked: ways[asked]} if asked in ways else ways
     elif placed.plan.placement.experts == CPU and placed.plan.placement.device != CPU:
         ways = {"cpu": Phase.PROMPT}

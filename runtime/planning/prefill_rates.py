@@ -13,6 +13,9 @@ _GAIN = 0.95
 busy."""
 _CHANGE = 0.8
 """Factor between the shares that are tried."""
+MEASURED = 64, 256, 1024
+"""Tokens of the steps that say what the CPU takes, alone and with a part of the experts. Larger
+steps are not split."""
 
 Point = tuple[int, float]
 """Tokens of a step, and seconds or a share."""

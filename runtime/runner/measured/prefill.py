@@ -11,12 +11,10 @@ from statistics import median
 import torch
 
 from ...kv_cache.layout import PAGE
-from ...planning.prefill_rates import Rates, balanced_share
+from ...planning.prefill_rates import MEASURED, Rates, balanced_share
 from ...program.step_inputs import HAS_STATE, HEAD_LENGTHS, IS_PROMPT, STATE_SLOTS
 from ..paged_runner import Executable
 
-MEASURED = 64, 256, 1024
-"""Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""
 _ROUNDS, _ENOUGH_S = 3, 1.0
 """Steps that are timed, or as many as take so many seconds."""
 _BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
