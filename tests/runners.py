@@ -94,6 +94,7 @@ class CudaOptions:
     kv_in_main: tuple[int, ...] = ()
     kv_attention: str = "gpu"
     gpus: str = "pipeline"
+    gpu_shares: str = "auto"
     window_pages: int = 0
 
 
@@ -133,6 +134,7 @@ def cuda_runner(
     config = ExecutionConfig(
         "cuda:0,cuda:1" if others else "cuda:0",
         gpus=options.gpus if others else "auto",
+        gpu_shares=options.gpu_shares,
         experts=options.experts,
         defer="auto" if options.deferred is None else options.deferred,
         dual_batch=options.dual_batch,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
+from runtime.devices.cuda.link import link_rate
 from runtime.kv_cache.layout import PAGE
 from runtime.profiling.engine_speed import Load
 from runtime.runner.paged_runner import PagedRunner
-
-_BYTES, _ROUNDS = 256 << 20, 5
 
 
 def kv_figures(runner: PagedRunner, load: Load, us_per_step: float) -> dict[str, float]:
@@ -21,25 +18,10 @@ def kv_figures(runner: PagedRunner, load: Load, us_per_step: float) -> dict[str,
     row = sum(specs[layer].token_bytes for layer in layers)
     pages = -(-(load.context + load.tokens // 2) // PAGE)
     gbps = load.batch * pages * PAGE * row / (1e3 * us_per_step)
-    roof = link_gbps(runner.device)
+    roof = link_rate(runner.device) / 1e9
     return {
         "kv_in_main_gib": round(runner.num_pages * PAGE * row / 2**30, 3),
         "kv_link_gbps": round(gbps, 2),
         "link_roof_gbps": round(roof, 2),
         "kv_link_share": round(gbps / roof, 4),
     }
-
-
-def link_gbps(device: torch.device) -> float:
-    """GB/s of a copy from pinned main memory while nothing else runs."""
-    source = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        target.copy_(source, non_blocking=True)  # wakes the link
-        begin.record()
-        for _ in range(_ROUNDS):
-            target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-    return _ROUNDS * _BYTES / begin.elapsed_time(end) / 1e6

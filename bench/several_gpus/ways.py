@@ -57,7 +57,8 @@ def count_gpus(device: str) -> int:
 
 def on_first(execution: ExecutionConfig, **changes: Any) -> ExecutionConfig:
     """The configuration on the first of its GPUs alone."""
-    return replace(execution, device=execution.device.split(",")[0], gpus="auto", **changes)
+    first = execution.device.split(",")[0]
+    return replace(execution, device=first, gpus="auto", gpu_shares="auto", **changes)
 
 
 def on_all(execution: ExecutionConfig, gpus: str, **changes: Any) -> ExecutionConfig:
@@ -81,7 +82,10 @@ def on_some(
                 f"--counts {counts}: {count} GPUs of {execution.device}",
                 f"Give 2 to {len(devices)}; one GPU is timed in any case",
             )
-        some = replace(execution, device=",".join(devices[:count]))
+        shares = execution.gpu_shares
+        if shares != "auto":
+            shares = ",".join(shares.split(",")[:count])
+        some = replace(execution, device=",".join(devices[:count]), gpu_shares=shares)
         found.append(on_all(some, gpus, **changes))
     return found
 

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from bench.e2e.kv import link_gbps  # noqa: E402
 from bench.suites import gpu  # noqa: E402
 from pykernels.gpu.kv_pages import list_pages, load_pages  # noqa: E402
+from runtime.devices.cuda.link import link_rate  # noqa: E402
 
 PAGE, KVH, D, CONTEXT = 64, 4, 128, 32768
 ROUNDS = 10
@@ -46,7 +46,7 @@ def bench_gpu_kv_pages(benchmark: Any, programs: int, device: torch.device) -> N
         assert torch.equal(there[chosen.to(device)].cpu(), cache[chosen])
     best = median(seconds[1:])
     gpu.CLOCK.tell(benchmark, seconds[1:])
-    gbps, roof = 2 * CONTEXT * KVH * D * 2 / best / 1e9, link_gbps(device)
+    gbps, roof = 2 * CONTEXT * KVH * D * 2 / best / 1e9, link_rate(device) / 1e9
     benchmark.extra_info.update(
         gpu=gpu.name(device), gbps=gbps, roof_gbps=roof, roof_share=gbps / roof, error=0.0
     )

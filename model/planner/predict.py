@@ -101,7 +101,7 @@ def drafts_of(found: Prediction) -> DraftForecast:
 
 
 def predict_prompt(placed: Placed, tokens: int) -> Prompt:
-    """A prompt, by the way of its experts that takes the least time of those that the engine has."""
+    """A prompt, by the way of its experts that takes the least time, of those that are tried."""
     ways = {"": Phase.PROMPT}
     if placed.plan.streaming is not None:
         asked = placed.case.execution.prefill

@@ -75,6 +75,8 @@ class ExecutionConfig:
             each of which has a part of the tokens and of the experts; "disaggregated": to the other
             ones, beside decode steps; "routed": to all while nothing decodes, else to the others.
             "auto": "routed" where the experts do not fit on the GPUs, else "pipeline".
+        gpu_shares: numbers in proportion to which GPUs that share a prompt have its experts,
+            "4,1"; "auto": by the rates of their links, if these differ.
         experts: where routed experts are if there is a GPU: "cpu", "gpu", or "auto": on the GPU if
             all fit.
         gpu_experts: experts of each layer that the GPU has besides, where the others are on the
@@ -134,6 +136,13 @@ class ExecutionConfig:
         " (tensor); or the first one decodes, and prompts are streamed to all of them (dslp), to"
         " the others meanwhile (disaggregated), or as it pays (routed).",
         "|".join(GPUS),
+        no_gpu=("auto",),
+    )
+    gpu_shares: str = option(
+        "auto",
+        "In which proportion GPUs that share a prompt (dslp, disaggregated, routed) have its"
+        " experts; auto: by the rates of their links.",
+        "N,M|auto",
         no_gpu=("auto",),
     )
     experts: str = option(
@@ -268,6 +277,7 @@ class ExecutionConfig:
         if self.gpus != "auto" and self.on_gpu and "," not in self.device:
             hint = 'Name the others too, as in device="cuda:0,cuda:1"'
             raise SettingError("gpus", self.gpus, hint, f"with {self.device} alone")
+        _ = self.shares
         check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":
             from ..kv_cache.layout import KV_DTYPES
@@ -299,6 +309,24 @@ class ExecutionConfig:
     def on_gpu(self) -> bool:
         """Whether the device is a GPU, or several."""
         return self.device.startswith("cuda")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """``gpu_shares`` by GPU; of "auto" none."""
+        if self.gpu_shares == "auto":
+            return ()
+        gpus, words = self.device.split(","), str(self.gpu_shares).split(",")
+        try:
+            found = [float(word) for word in words]
+        except ValueError:
+            found = []
+        if len(found) != len(gpus) or not all(0 < each < math.inf for each in found):
+            hint = f"Give a positive number for each GPU of {self.device}, or auto"
+            raise SettingError("gpu_shares", self.gpu_shares, hint)
+        if self.gpus in ("pipeline", "tensor"):
+            hint = "Give gpus dslp, disaggregated or routed"
+            raise SettingError("gpu_shares", self.gpu_shares, hint, f"with gpus {self.gpus}")
+        return tuple(found)
 
     @property
     def deferred(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.layers import moe_layers
@@ -29,7 +29,8 @@ class Streaming:
         nodes: NUMA nodes that have a slice of the experts each.
         layers: whose experts are; None: all.
         resident_bytes: bytes of a layer's experts in the layout of the device to which they cross.
-        link_bytes_per_s: that bring them, as measured; 0: nobody has.
+        links: by GPU, bytes a second that bring them, as measured; none: nobody has.
+        shares: by GPU, in proportion to which GPUs that share a step have them; none: equal.
         exchange: of ``passes.shard.EXPERTS``: how GPUs with tokens of their own share experts.
     """
 
@@ -38,7 +39,8 @@ class Streaming:
     nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
     resident_bytes: Callable[[WeightSpec], int] = stored_bytes
-    link_bytes_per_s: float = 0.0
+    links: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     exchange: str = "small_ep"
 
     def apply(self, program: Program) -> Program:
@@ -53,9 +55,26 @@ class Streaming:
             PykernelsError: see ``passes.shard.stripe``.
         """
         (first,) = {node.device for node in program.nodes if node.op == "embed"}
-        own = stripe(program, len(gpus), self.exchange, attention="gather")
+        shares = self._shares(gpus)
+        own = stripe(program, len(gpus), self.exchange, attention="gather", shares=shares)
         joined = join([self.apply(each.on(gpus[0])) for each in own], gpus)
         return joined if gpus[0] == first else with_replicas(joined, gpus[0])
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the slowest link; 0: nobody has measured any."""
+        return min(self.links.values(), default=0.0)
+
+    def seconds(self, program: Program, over: Sequence[str] = ()) -> float:
+        """Seconds in which all experts cross: to these GPUs at once, to each its own; to none
+        named: one after the other, by the slowest link. 0: nobody has measured any."""
+        if not self.links:
+            return 0.0
+        if not over:
+            return self.nbytes(program) / self.link_bytes_per_s
+        shares = self._shares(over)
+        slowest = max(share / self.links[gpu] for share, gpu in zip(shares, over, strict=True))
+        return self.nbytes(program) * slowest / sum(shares)
 
     def split(self, program: Program, share: float) -> Program:
         """The program with that share of each layer's experts streamed."""
@@ -78,3 +97,6 @@ class Streaming:
             node = layer.experts
             if self.layers is None or node.layer in self.layers:
                 yield node, program.weight(node, "experts")
+
+    def _shares(self, gpus: Sequence[str]) -> tuple[float, ...]:
+        return tuple(self.shares.get(gpu, 1.0) for gpu in gpus)

@@ -150,10 +150,10 @@ class PagedRunner(ABC):
     @cached_property
     def least_seconds(self) -> float:
         """Those in which all experts cross, to each GPU its own; 0: no link was measured."""
-        streaming, links = self.plan.streaming, max(1, len(self.plan.stream_over))
-        if streaming is None or not streaming.link_bytes_per_s:
+        streaming = self.plan.streaming
+        if streaming is None:
             return 0.0
-        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s / links
+        return streaming.seconds(self.compiled().program, self.plan.stream_over)
 
     @property
     def why_no_drafts(self) -> str:

@@ -39,6 +39,23 @@ SIZES = 192, None, 48, 2, "generic"  # the first prompt has two chunks
 def test_logprobs_are_transformers(
     family: str, gpus: str, route: str, count: int, tmp_path: Path, device: torch.device
 ) -> None:
+    _check_logprobs(family, gpus, route, count, tmp_path, device)
+
+
+def test_a_gpu_may_have_fewer_experts(tmp_path: Path, device: torch.device) -> None:
+    """As one behind a narrow link has."""
+    _check_logprobs("qwen3_moe", "dslp", Route.DSLP, 2, tmp_path, device, "5,1")
+
+
+def _check_logprobs(
+    family: str,
+    gpus: str,
+    route: str,
+    count: int,
+    tmp_path: Path,
+    device: torch.device,
+    shares: str = "auto",
+) -> None:
     """Of a second turn, too, which reads pages that the prompt's GPUs, and that decode steps have
     written."""
     if device.type == "cuda" and torch.cuda.device_count() < count:
@@ -46,7 +63,9 @@ def test_logprobs_are_transformers(
     made = tiny.make(tmp_path, family, num_hidden_layers=2)
     options = CudaOptions("gpu", buckets=(48,), decode_buckets=(2,), gpus=gpus)
     if gpus != "tensor":
-        options = CudaOptions("cpu", prefill="stream", decode_buckets=(2,), gpus=gpus)
+        options = CudaOptions(
+            "cpu", prefill="stream", decode_buckets=(2,), gpus=gpus, gpu_shares=shares
+        )
     names = ",".join(f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(count))
     found = list[tuple[torch.Tensor, torch.Tensor]]()
     with WorkerPool(1, driver_works=False) as pool:

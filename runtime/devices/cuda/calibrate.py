@@ -20,7 +20,7 @@ from ...planning.gpu.with_rates import (
     check_split,
     fits_split,
     splits,
-    with_link,
+    with_links,
     with_pinned,
     with_rates,
 )
@@ -81,9 +81,9 @@ def _with_prompts(
     plan = with_pinned(plan, program, *pinned)
     if plan.streaming is None:
         return plan
-    # One GPU waits for the other: what crosses to both takes as long as to one of them.
-    rates = (link_rate(plan.streaming, program, store, gpu) for gpu in gpus.values())
-    plan = with_link(plan, min(rates))
+    crossing = plan.streaming
+    links = {name: link_rate(crossing, program, store, gpu) for name, gpu in gpus.items()}
+    plan = with_links(plan, links)
     if plan.prefill == "stream":
         return with_rates(plan, None, False)
     may_split = probe.may_split(plan, program)
@@ -133,8 +133,8 @@ class Probe(CudaStepRunner):
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:
         """What steps of prompts cost by each way, measured or kept from an earlier load."""
         assert plan.streaming is not None
-        links = min((len(over) for over in plan.routes.values()), default=1)
-        stream_s = plan.streaming.nbytes(program) / (links * plan.streaming.link_bytes_per_s)
+        routes = plan.routes.values() or [()]
+        stream_s = max(plan.streaming.seconds(program, over) for over in routes)
         longest = min(plan.sizes.tokens, plan.max_model_len)
 
         def step(tokens: int, share: float) -> CudaExecutable:

@@ -20,6 +20,7 @@ from ...program.node import Node
 from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
+from .link import link_rate
 from .memory.buffers import EXPANDED_BYTES, dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
@@ -72,6 +73,7 @@ def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> 
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
         SUM_PROGRAMS * SUM_BLOCK if len(gpus) <= SUM_MEMBERS and Peers.of(gpus).atomics else 0,
+        {} if len(gpus) == 1 or interpreted(gpus) else {n: link_rate(g) for n, g in gpus.items()},
         {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 

@@ -156,6 +156,7 @@ class RanksRunner(RefRunner):
         experts: of ``passes.shard.EXPERTS``, in these steps; ``attention``: of ``ATTENTION``.
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
         joined: whether all ranks are parts of one program, as on GPUs.
+        shares: of the experts, by rank, in these steps (``passes.shard.stripe``).
 
     Raises:
         PykernelsError: more ranks than there are heads or experts; what ``shard`` refuses; deferred
@@ -172,6 +173,7 @@ class RanksRunner(RefRunner):
         attention: str = "ring",
         ends: Sequence[Communicator] | None = None,
         joined: bool = False,
+        shares: Sequence[float] = (),
     ) -> None:
         if plan.streaming is not None and plan.deferred:
             raise PykernelsError(
@@ -179,7 +181,7 @@ class RanksRunner(RefRunner):
             )
         self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
-        self.attention = attention
+        self.attention, self._shares = attention, shares
         apart = self.striped or plan.streaming is not None  # decode steps are others
         decode = plan.decode_buckets or (plan.buckets if apart else ())
         super().__init__(model, replace(plan, streaming=None, decode_buckets=decode))
@@ -212,7 +214,8 @@ class RanksRunner(RefRunner):
         if compiled.decodes or not self.striped:
             programs = self._sharded(program)
         else:
-            programs = stripe(program, self.ranks, self.experts, self.attention)
+            form = self.experts, self.attention, self._shares
+            programs = stripe(program, self.ranks, *form)
         if self._streaming is not None and not compiled.decodes:
             programs = tuple(map(self._streaming.apply, programs))
         if self._joined:

@@ -3,7 +3,7 @@ stripes of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pykernels.errors import PykernelsError
@@ -61,7 +61,7 @@ def _shard(program: Program, rank: int, ranks: int, heads: bool) -> Program:
     return merge_sums(program)
 
 
-EXPERTS: Mapping[str, Callable[[Program, int, int], Program]] = {
+EXPERTS: Mapping[str, Callable[[Program, int, int, Sequence[float]], Program]] = {
     "small_ep": small_ep,
     "all_to_all": all_to_all,
 }
@@ -76,7 +76,11 @@ ATTENTION: Mapping[str, Callable[[Program, int, int], Stripe]] = {
 
 
 def stripe(
-    program: Program, ranks: int, experts: str = "small_ep", attention: str = "ring"
+    program: Program,
+    ranks: int,
+    experts: str = "small_ep",
+    attention: str = "ring",
+    shares: Sequence[float] = (),
 ) -> tuple[Program, ...]:
     """A program for each rank, each of which has some of the tokens, for all layers; and some
     experts of each layer, for all tokens. Rank 0 has the outputs.
@@ -84,6 +88,7 @@ def stripe(
     Args:
         program: where GPUs are to run it, its nodes are placed.
         experts: of ``EXPERTS``; ``attention``: of ``ATTENTION``.
+        shares: of the experts, by rank (``experts_of_rank``).
 
     Raises:
         PykernelsError: fewer than one rank; layers with a state; more than there are experts; what
@@ -97,7 +102,7 @@ def stripe(
     rewrite, form = EXPERTS[experts], ATTENTION[attention]
     program = with_latents_apart(program)  # their rows cross as they lie in caches
     return _with_one_output(
-        [rewrite(striped(program, r, ranks, form), r, ranks) for r in range(ranks)]
+        [rewrite(striped(program, r, ranks, form), r, ranks, shares) for r in range(ranks)]
     )
 
 

@@ -8,6 +8,7 @@ two of S ranks, with A experts of a token: more than SmallEP's where S is small.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +18,11 @@ from ..layers import rebuilt
 from .experts import ROUTED, experts_of_rank, refuse_placed
 
 
-def all_to_all(program: Program, rank: int, ranks: int) -> Program:
+def all_to_all(program: Program, rank: int, ranks: int, shares: Sequence[float] = ()) -> Program:
     """The program of a rank's tokens with its experts for the rows that are sent to it.
+
+    Args:
+        shares: see ``experts_of_rank``.
 
     Raises:
         PykernelsError: more ranks than experts; experts that are streamed, or in slots.
@@ -33,7 +37,7 @@ def all_to_all(program: Program, rank: int, ranks: int) -> Program:
             continue
         whole = program.weight(node, "experts")
         E, H, _ = whole.shape
-        experts = whole.some(experts_of_rank(rank, ranks, E))
+        experts = whole.some(experts_of_rank(rank, ranks, E, shares))
         weights[experts.name] = experts
         ids, x = (program.buffers[node.inputs[port]] for port in ("ids", "x"))
         rows = ranks * math.prod(program.shape(ids.name))  # all of them may choose this rank's
@@ -46,17 +50,17 @@ def all_to_all(program: Program, rank: int, ranks: int) -> Program:
         }.items():
             label = f"{node.name}.{name}"
             buffers[label] = replace(own, name=label, kind="scratch")
-        nodes += _nodes(node, experts.name, ranks, E)
+        starts = (*(experts_of_rank(r, ranks, E, shares).start for r in range(ranks)), E)
+        nodes += _nodes(node, experts.name, ranks, starts)
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)
 
 
-def _nodes(node: Node, experts: str, ranks: int, E: int) -> list[Node]:
+def _nodes(node: Node, experts: str, ranks: int, starts: tuple[int, ...]) -> list[Node]:
     """Sends, computes, and sends back."""
     names = {
         name: f"{node.name}.{name}"
         for name in ("rows", "received_ids", "factors", "counts", "made")
     }
-    starts = (*(experts_of_rank(r, ranks, E).start for r in range(ranks)), E)
     attrs: dict[str, Any] = {"ranks": tuple(range(ranks)), "starts": starts}
     meeting = replace(node, weights={}, attrs=MappingProxyType(attrs))
     sent = {name: names[name] for name in ("rows", "received_ids", "factors", "counts")}

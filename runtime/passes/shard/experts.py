@@ -23,15 +23,20 @@ from .heads import all_reduced
 ROUTED = ("routed", "deferred")
 
 
-def experts_of_rank(rank: int, ranks: int, E: int) -> range:
-    """The experts of a rank, as even as they go.
+def experts_of_rank(rank: int, ranks: int, E: int, shares: Sequence[float] = ()) -> range:
+    """The experts of a rank, of which every one has some.
+
+    Args:
+        shares: by rank, in proportion to which they are dealt; none: as even as they go.
 
     Raises:
         PykernelsError: more ranks than experts.
     """
     if ranks > E:
         raise PykernelsError(f"{ranks} ranks for {E} experts", f"Use at most {E} ranks")
-    return range(E * rank // ranks, E * (rank + 1) // ranks)
+    parts = shares or (1.0,) * ranks
+    first, last = (r + round((E - ranks) * sum(parts[:r]) / sum(parts)) for r in (rank, rank + 1))
+    return range(first, last)
 
 
 def local_experts(program: Program, rank: int, ranks: int) -> Program:
@@ -66,14 +71,16 @@ def local(
     ranks: int,
     weights: dict[str, WeightSpec],
     buffers: dict[str, Buffer],
+    shares: Sequence[float] = (),
 ) -> tuple[Sequence[Node], str]:
     """What takes the place of a layer's experts on a rank, and the buffer of its partial sum.
 
     Args:
         weights, buffers: join those of the program.
+        shares: see ``experts_of_rank``.
     """
     whole = program.weight(node, "experts")
-    experts = whole.some(experts_of_rank(rank, ranks, whole.shape[0]))
+    experts = whole.some(experts_of_rank(rank, ranks, whole.shape[0], shares))
     ids, out = node.inputs["ids"], node.outputs["out"]
     local_ids, remote_ids, table = (
         f"{node.name}.{name}" for name in ("local_ids", "remote_ids", "table")

@@ -7,6 +7,7 @@ token is. So 2 N H numbers cross, however many experts a token takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -23,8 +24,11 @@ from .stripes import of_all
 _OF_ALL = ("router", "routed", "deferred")
 
 
-def small_ep(program: Program, rank: int, ranks: int) -> Program:
+def small_ep(program: Program, rank: int, ranks: int, shares: Sequence[float] = ()) -> Program:
     """The program of a rank's tokens with its experts for all ranks' tokens.
+
+    Args:
+        shares: see ``experts_of_rank``.
 
     Raises:
         PykernelsError: more ranks than experts; experts that are streamed, or in slots.
@@ -59,7 +63,7 @@ def small_ep(program: Program, rank: int, ranks: int) -> Program:
             nodes.append(node)
             continue
         out = node.outputs["out"]
-        new_nodes, part = local(every, node, rank, ranks, weights, buffers)
+        new_nodes, part = local(every, node, rank, ranks, weights, buffers, shares)
         buffers |= _widened(replace(program, buffers={**program.buffers, **buffers}), {part})
         nodes += [*new_nodes, _scattered(node, part, out, ranks)]
     buffers = {**_widened(program, wide), **buffers}

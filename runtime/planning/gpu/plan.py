@@ -115,7 +115,12 @@ def plan_on_gpus(
         said = f"gpus: {', '.join(tensor)} have a part of the heads and experts of each layer"
         return replace(plan, decisions=(*plan.decisions, said))
     if len(every.free) > len(machine.free):
-        plan = with_routes(config.gpus, model, every, plan)
+        plan = with_routes(config.gpus, model, every, plan, config.shares)
+    if config.shares and not plan.routes:
+        raise PykernelsError(
+            f"gpu_shares {config.gpu_shares}: {config.device} share no prompt",
+            "Leave gpu_shares at auto, or give gpus dslp, which says why where they cannot",
+        )
     if streaming is None:
         return plan
     if machine.real:

@@ -6,7 +6,7 @@ may be streamed to other GPUs than that one: a *route* is the GPUs that share su
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from ..placement import CPU, Placement, place
 from ..residency import Filled
 from .capacity import step_bytes
 from .machine import Machine
+from .shares import by_links, described
 
 DSLP, DISAGGREGATED, ROUTED, TENSOR = "dslp", "disaggregated", "routed", "tensor"
 SHARED = (DSLP, DISAGGREGATED, ROUTED, TENSOR)
@@ -90,12 +91,16 @@ def check_tensor(model: Lowerable, config: ExecutionConfig, placement: Placement
 
 
 def with_routes(
-    gpus: str, model: Lowerable, machine: Machine, plan: ExecutionPlan
+    gpus: str,
+    model: Lowerable,
+    machine: Machine,
+    plan: ExecutionPlan,
+    shares: Sequence[float] = (),
 ) -> ExecutionPlan:
     """The plan of the first GPU with the routes of its streamed steps.
 
     Args:
-        gpus: of ``ExecutionConfig``; ``machine``: with all GPUs.
+        gpus, shares: of ``ExecutionConfig``; ``machine``: with all GPUs.
 
     Raises:
         PykernelsError: what other GPUs cannot share, or have no memory for.
@@ -110,6 +115,9 @@ def with_routes(
         )
     routes = {DSLP: names, DISAGGREGATED: names[1:]}
     routes = {name: over for name, over in routes.items() if wanted in (name, ROUTED)}
+    assert plan.streaming is not None
+    dealt = dict(zip(names, shares, strict=True)) if shares else by_links(machine.links)
+    plan = replace(plan, streaming=replace(plan.streaming, shares=dealt))
     _check_memory(model, machine, plan, routes)
     said = {
         DSLP: f"streamed prompts are shared by {', '.join(names)}",
@@ -117,7 +125,8 @@ def with_routes(
         ROUTED: f"prompts are streamed to {', '.join(names)} while nothing decodes, else to"
         f" {', '.join(names[1:])}",
     }
-    return replace(plan, routes=routes, decisions=(*plan.decisions, f"gpus: {said[wanted]}"))
+    line = f"gpus: {said[wanted]}" + (f"; {described(dealt)}" if dealt else "")
+    return replace(plan, routes=routes, decisions=(*plan.decisions, line))
 
 
 def _why_not(model: Lowerable, plan: ExecutionPlan) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from pykernels.errors import PykernelsError
@@ -56,10 +56,10 @@ def with_pinned(
     return replace(plan, streaming=streaming)
 
 
-def with_link(plan: ExecutionPlan, link_bytes_per_s: float) -> ExecutionPlan:
+def with_links(plan: ExecutionPlan, links: Mapping[str, float]) -> ExecutionPlan:
     """The plan with what its streamed experts take to cross."""
     assert plan.streaming is not None
-    return replace(plan, streaming=replace(plan.streaming, link_bytes_per_s=link_bytes_per_s))
+    return replace(plan, streaming=replace(plan.streaming, links=links))
 
 
 def splits(machine: Machine, plan: ExecutionPlan, program: Program) -> bool:

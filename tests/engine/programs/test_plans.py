@@ -21,7 +21,7 @@ from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.planning.gpu.with_rates import (
-    with_link,
+    with_links,
     with_pinned,
     with_rates,
 )
@@ -109,14 +109,61 @@ def test_rates_finish_a_plan(decoder: Decoder) -> None:
     plan = plan_of(decoder, placed(decoder, "all"), prefill="auto")
     assert plan.is_open and plan.prompts is None
     program = compile(decoder, plan).program
-    plan = with_link(with_pinned(plan, program, LAYERS, ""), 50e9)
+    plan = with_links(with_pinned(plan, program, LAYERS, ""), {GPU: 50e9})
     assert plan.is_open
     found = with_rates(plan, Rates(0.15, ((64, 0.032), (256, 0.128))), may_split=False)
     assert not found.is_open and found.prompts is not None
     assert found.prompts.streamed == (512,) and found.prompts.min_tokens == 301
     assert "all cross in 150 ms" in found.decisions[0]
-    assert found.streaming is not None and found.streaming.link_bytes_per_s == 50e9
+    assert found.streaming is not None and found.streaming.links == {GPU: 50e9}
     assert replace(found, prompts=None, decisions=()) == replace(plan, measures_prompts=False)
+
+
+def test_a_gpu_with_a_narrow_link_has_fewer_experts(decoder: Decoder) -> None:
+    """Behind x16, x8 and x4, as measured: sixteen, eight and four parts of 28, and all end at the
+    same time. What two measurements of one link differ by changes nothing."""
+    every = "cuda:0", "cuda:1", "cuda:2"
+    config = ExecutionConfig(",".join(every), experts="cpu", gpus="dslp", prefill="stream")
+    links = dict(zip(every, (25.1e9, 12.9e9, 6.1e9), strict=True))
+    machine = Machine(dict.fromkeys(every, 1 << 36), CudaLayouts(), links=links)
+    plan = plan_on_gpus(config, decoder, machine, 512, SIZES)
+    assert plan.streaming is not None
+    assert plan.streaming.shares == dict(zip(every, (1, 0.5, 0.25), strict=True))
+    assert "of the experts cuda:0 57%, cuda:1 29%, cuda:2 14%" in plan.decisions[-1]
+    streamed = compile(decoder, replace(plan, stream_over=every), Phase.STREAMED, 512)
+    loads = [n for part in streamed.parts.values() for n in part.nodes if n.op == "load_experts"]
+    crossing = Counter[str]()
+    for node in loads:
+        crossing[node.device] += node.attr("count") if node.layer == LAYERS[0] else 0
+    assert crossing == {"cuda:0": 18, "cuda:1": 9, "cuda:2": 5}  # of 32, each at least one
+    took = with_links(plan, {"cuda:0": 28e9, "cuda:1": 14e9, "cuda:2": 7e9}).streaming
+    program = compile(decoder, plan).program
+    assert took is not None
+    assert took.seconds(program, every) == pytest.approx(took.nbytes(program) / 49e9)
+    alike = replace(machine, links=dict(zip(every, (25.1e9, 24.2e9, 26.9e9), strict=True)))
+    same = plan_on_gpus(config, decoder, alike, 512, SIZES).streaming
+    assert same is not None and not same.shares
+    given = replace(config, gpu_shares="2,1,1")
+    asked = plan_on_gpus(given, decoder, machine, 512, SIZES).streaming
+    assert asked is not None and asked.shares == dict(zip(every, (2, 1, 1), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shares", "line"),
+    [
+        ("dslp", "1", "a positive number for each GPU of cuda:0,cuda:1, or auto"),
+        ("dslp", "1,0", "a positive number"),
+        ("dslp", "1,x", "a positive number"),
+        ("tensor", "2,1", "with gpus tensor"),
+        ("auto", "2,1", "cuda:0,cuda:1 share no prompt"),
+    ],
+)
+def test_shares_that_cannot_be(gpus: str, shares: str, line: str, decoder: Decoder) -> None:
+    every = "cuda:0", "cuda:1"
+    with pytest.raises(PykernelsError, match=line):
+        config = ExecutionConfig(",".join(every), gpus=gpus, gpu_shares=shares)
+        machine = Machine(dict.fromkeys(every, 1 << 36), CudaLayouts())
+        plan_on_gpus(config, decoder, machine, 512, SIZES)
 
 
 def test_what_cannot_be_pinned_is_not_streamed(decoder: Decoder) -> None:

@@ -113,6 +113,19 @@ def test_each_rank_streams_its_own_experts(striped: bool, checkpoint: Checkpoint
     assert experts == list(range(8))  # each crosses once, to one rank
 
 
+@pytest.mark.parametrize("form", EXPERTS)
+def test_ranks_may_have_unequal_shares(form: str, checkpoint: Checkpoints) -> None:
+    """Of eight experts a rank with most of them leaves one to each of the others."""
+    made, shares = checkpoint("qwen3_moe"), (1.0, 10.0, 1.0)
+    options: dict[str, Any] = {"striped": True, "experts": form, "shares": shares}
+    with engine_of(made.path, 3, prefill="stream", **options) as (engine, runner):
+        assert error(made, generated(engine)) < EXACT
+    step = runner.steps[0]
+    assert isinstance(step, RanksExecutable)
+    loads = [[n for n in rank.program.nodes if n.op == "load_experts"] for rank in step.ranks]
+    assert [sum(n.attr("count") for n in own if n.layer == 0) for own in loads] == [1, 6, 1]
+
+
 def test_two_lanes_on_two_ranks(checkpoint: Checkpoints) -> None:
     made = checkpoint("qwen3_moe")
     with engine_of(made.path, 2, dual_batch=True) as (engine, _):
