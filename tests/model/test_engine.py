@@ -15,7 +15,11 @@ import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import RefRunner
+from runtime.devices.ref.step import RefExecutable
 from runtime.engine import SamplingParams
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 
@@ -55,7 +59,12 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     if lowered.states:
         inputs["query_lengths"] = torch.tensor([T])
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
-    step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
+    step: CpuExecutable | RefExecutable
+    if isinstance(llm.runner, RefRunner):
+        exact = {name: cache.float() for name, cache in caches.items()}
+        step = RefExecutable(Compiled.of(on_ref(program)), llm.runner.weights, inputs, exact)
+    else:
+        step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]
