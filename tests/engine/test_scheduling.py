@@ -327,7 +327,7 @@ def test_nothing_leaks_from_a_thousand_random_requests(
             if window:
                 check_windows(manager, tables)
     stats = engine.stats
-    assert stats.finished == 1000 and stats.preemptions > 10 and stats.cached_tokens > 1000
+    assert stats.finished == 1000 and stats.preemptions > 5 and stats.cached_tokens > 1000
     assert (runner.saved > 250) == saves
     check_all_free(engine)
     assert stats.free_pages + stats.cached_pages == runner.num_pages
