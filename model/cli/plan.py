@@ -23,6 +23,7 @@ _OPTIONS = Choose(
     only=(
         "device",
         "gpus",
+        "gpu_shares",
         "experts",
         "expert_cache",
         "prefill",

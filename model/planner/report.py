@@ -25,6 +25,8 @@ def serve_line(found: Prediction, drafts: DraftForecast) -> str:
         words += ["--experts", "cpu" if found.placed.plan.placement.experts == CPU else "gpu"]
     if run.gpus != "auto":
         words += ["--gpus", run.gpus]
+    if run.gpu_shares != "auto":
+        words += ["--gpu-shares", run.gpu_shares]
     if case.slots:
         words += ["--expert-cache", str(run.slots or case.slots)]
     if deferred := found.placed.plan.deferred:

@@ -274,9 +274,10 @@ class ExecutionConfig:
         check_one_of("prefill", self.prefill, PREFILL)
         check_one_of("kv_attention", self.kv_attention, ("auto", "gpu", "cpu"))
         check_one_of("gpus", self.gpus, GPUS)
-        if self.gpus != "auto" and self.on_gpu and "," not in self.device:
-            hint = 'Name the others too, as in device="cuda:0,cuda:1"'
-            raise SettingError("gpus", self.gpus, hint, f"with {self.device} alone")
+        if self.on_gpu and "," not in self.device:
+            why, hint = f"with {self.device} alone", 'Name the others too, as in "cuda:0,cuda:1"'
+            self._check("gpus", ("auto",), why, hint)
+            self._check("gpu_shares", ("auto",), why, hint)
         _ = self.shares
         check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":
