@@ -273,7 +273,7 @@ def test_sequences_wait_for_slots_of_states() -> None:
     [(0, False, 0), (15, False, 0), (15, True, 0), (0, False, 21)],
     ids=["keys and values", "states", "states that steps save", "windows"],
 )
-def test_nothing_leaks_from_a_thousand_random_requests(
+def test_nothing_leaks_from_2000_random_requests(
     state_slots: int, saves: bool, window: int
 ) -> None:
     """Nor slots of states, where those of three snapshots are all that no sequence may have; nor
@@ -293,8 +293,8 @@ def test_nothing_leaks_from_a_thousand_random_requests(
     trunk = [rng.randrange(900) for _ in range(60)]
     live: list[tuple[RequestHandle, list[int], int, int]] = []
     done, seed = 0, 0
-    while done < 1000:
-        for _ in range(min(rng.randrange(3), 1000 - seed)):
+    while done < 2000:
+        for _ in range(min(rng.randrange(3), 2000 - seed) if seed < 2000 else 0):
             shared = trunk[: rng.choice((0, 8, 20, 40))]
             prompt = shared + [rng.randrange(900) for _ in range(rng.randrange(1, 30))]
             count = rng.randrange(1, 50)
@@ -327,7 +327,7 @@ def test_nothing_leaks_from_a_thousand_random_requests(
             if window:
                 check_windows(manager, tables)
     stats = engine.stats
-    assert stats.finished == 1000 and stats.preemptions > 5 and stats.cached_tokens > 1000
-    assert (runner.saved > 250) == saves
+    assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
+    assert (runner.saved > 500) == saves
     check_all_free(engine)
     assert stats.free_pages + stats.cached_pages == runner.num_pages
