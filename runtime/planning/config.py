@@ -313,7 +313,7 @@ class ExecutionConfig:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """``gpu_shares`` by GPU; of "auto" none."""
+        """The numbers of ``gpu_shares``, one for each GPU; none for "auto"."""
         if self.gpu_shares == "auto":
             return ()
         gpus, words = self.device.split(","), str(self.gpu_shares).split(",")

@@ -29,8 +29,9 @@ class Streaming:
         nodes: NUMA nodes that have a slice of the experts each.
         layers: whose experts are; None: all.
         resident_bytes: bytes of a layer's experts in the layout of the device to which they cross.
-        links: by GPU, bytes a second that bring them, as measured; none: nobody has.
-        shares: by GPU, in proportion to which GPUs that share a step have them; none: equal.
+        links: by GPU, bytes of experts a second that its link brings; empty until it is measured.
+        shares: by GPU, numbers in proportion to which GPUs that share a step have them; empty where
+            all have as many.
         exchange: of ``passes.shard.EXPERTS``: how GPUs with tokens of their own share experts.
     """
 
@@ -62,12 +63,12 @@ class Streaming:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Of the slowest link; 0: nobody has measured any."""
+        """Bytes a second that the slowest link brings; 0 where none was measured."""
         return min(self.links.values(), default=0.0)
 
     def seconds(self, program: Program, over: Sequence[str] = ()) -> float:
-        """Seconds in which all experts cross: to these GPUs at once, to each its own; to none
-        named: one after the other, by the slowest link. 0: nobody has measured any."""
+        """Seconds in which all experts cross to these GPUs at once, to each its own part; where
+        none are named, all of them by the slowest link. 0 where no link was measured."""
         if not self.links:
             return 0.0
         if not over:

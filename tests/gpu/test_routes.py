@@ -44,7 +44,7 @@ def test_logprobs_are_transformers(
 
 @pytest.mark.all
 def test_a_gpu_may_have_fewer_experts(tmp_path: Path, device: torch.device) -> None:
-    """As one behind a narrow link has."""
+    """A GPU behind a narrow link has a smaller share of the experts."""
     _check_logprobs("qwen3_moe", "dslp", Route.DSLP, 2, tmp_path, device, "5,1")
 
 

@@ -82,7 +82,7 @@ def _with_prompts(
     if plan.streaming is None:
         return plan
     crossing = plan.streaming
-    links = {name: link_rate(crossing, program, store, gpu) for name, gpu in gpus.items()}
+    links = {name: experts_rate(crossing, program, store, gpu) for name, gpu in gpus.items()}
     plan = with_links(plan, links)
     if plan.prefill == "stream":
         return with_rates(plan, None, False)
@@ -154,10 +154,11 @@ class Probe(CudaStepRunner):
         return kept_rates(program, *machine, (longest, may_split), stream_s, measure)
 
 
-def link_rate(
+def experts_rate(
     streaming: Streaming, program: Program, store: WeightStore, device: torch.device
 ) -> float:
-    """Bytes a second from pinned experts to a GPU, while nothing else runs."""
+    """Bytes a second that copies of pinned experts bring from where they lie, in their pieces,
+    while nothing else runs; ``link.link_rate`` is the link's own."""
     _, spec = next(streaming.experts(program))
     held: Experts = store.get(spec, cpu.CPU_DEVICE, cpu.packed)
     part = held.slices[0]

@@ -23,6 +23,6 @@ def by_links(links: Mapping[str, float]) -> dict[str, float]:
 
 
 def described(shares: Mapping[str, float]) -> str:
-    """Who has how many of the experts, as one clause."""
+    """One clause that says which part of the experts each GPU has."""
     parts = (f"{gpu} {part / sum(shares.values()):.0%}" for gpu, part in shares.items())
     return f"of the experts {', '.join(parts)}"

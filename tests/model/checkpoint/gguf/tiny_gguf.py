@@ -151,8 +151,6 @@ def write(
     if model_type.startswith("deepseek"):
         own["head_dim"] = own["qk_rope_head_dim"]
     model = tiny.build(model_type, **{**own, **config})
-    for parameter in model.parameters():  # as published, so that vectors and routers are exact
-        parameter.data = parameter.data.bfloat16().float()
     prepare(model)
     arch, cfg = ARCHS[model_type], model.config
     stored = _stored(model, split_kv_b)
