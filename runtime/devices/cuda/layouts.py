@@ -73,7 +73,7 @@ def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> 
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
         SUM_PROGRAMS * SUM_BLOCK if len(gpus) <= SUM_MEMBERS and Peers.of(gpus).atomics else 0,
-        {} if len(gpus) == 1 or interpreted(gpus) else {n: link_rate(g) for n, g in gpus.items()},
+        lambda: {} if interpreted(gpus) else {n: link_rate(gpu) for n, gpu in gpus.items()},
         {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 

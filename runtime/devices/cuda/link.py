@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 _BYTES, _ROUNDS = 64 << 20, 5
 
 
-@cache
 def link_rate(gpu: torch.device) -> float:
     """Bytes a second that copies from pinned main memory bring, while nothing else runs."""
     source = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)

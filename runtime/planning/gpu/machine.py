@@ -52,7 +52,8 @@ class Machine:
             capped.
         is_made: whether a weight lies on a GPU already.
         one_shot: numbers of each GPU that all add up in one launch, over peer access; 0: none.
-        links: by GPU, bytes a second from main memory, where there are several; none: not known.
+        links: measures, by GPU, the bytes a second that its link brings from main memory; empty
+            where there is nothing to measure.
         caps: by GPU, bytes that may be taken of it in all (``ExecutionConfig.gpu_gib``); none: all
             that is free.
     """
@@ -62,7 +63,7 @@ class Machine:
     real: bool = True
     is_made: Callable[[WeightSpec, str], bool] = _nothing_made
     one_shot: int = 0
-    links: Mapping[str, float] = field(default_factory=dict)
+    links: Callable[[], Mapping[str, float]] = dict
     caps: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -116,7 +116,7 @@ def with_routes(
     routes = {DSLP: names, DISAGGREGATED: names[1:]}
     routes = {name: over for name, over in routes.items() if wanted in (name, ROUTED)}
     assert plan.streaming is not None
-    dealt = dict(zip(names, shares, strict=True)) if shares else by_links(machine.links)
+    dealt = dict(zip(names, shares, strict=True)) if shares else by_links(machine.links())
     plan = replace(plan, streaming=replace(plan.streaming, shares=dealt))
     _check_memory(model, machine, plan, routes)
     said = {

@@ -125,7 +125,7 @@ def test_a_gpu_with_a_narrow_link_has_fewer_experts(decoder: Decoder) -> None:
     every = "cuda:0", "cuda:1", "cuda:2"
     config = ExecutionConfig(",".join(every), experts="cpu", gpus="dslp", prefill="stream")
     links = dict(zip(every, (25.1e9, 12.9e9, 6.1e9), strict=True))
-    machine = Machine(dict.fromkeys(every, 1 << 36), CudaLayouts(), links=links)
+    machine = Machine(dict.fromkeys(every, 1 << 36), CudaLayouts(), links=lambda: links)
     plan = plan_on_gpus(config, decoder, machine, 512, SIZES)
     assert plan.streaming is not None
     assert plan.streaming.shares == dict(zip(every, (1, 0.5, 0.25), strict=True))
@@ -140,7 +140,8 @@ def test_a_gpu_with_a_narrow_link_has_fewer_experts(decoder: Decoder) -> None:
     program = compile(decoder, plan).program
     assert took is not None
     assert took.seconds(program, every) == pytest.approx(took.nbytes(program) / 49e9)
-    alike = replace(machine, links=dict(zip(every, (25.1e9, 24.2e9, 26.9e9), strict=True)))
+    near = dict(zip(every, (25.1e9, 24.2e9, 26.9e9), strict=True))
+    alike = replace(machine, links=lambda: near)
     same = plan_on_gpus(config, decoder, alike, 512, SIZES).streaming
     assert same is not None and not same.shares
     given = replace(config, gpu_shares="2,1,1")
