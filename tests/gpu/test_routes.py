@@ -42,7 +42,6 @@ def test_logprobs_are_transformers(
     _check_logprobs(family, gpus, route, count, tmp_path, device)
 
 
-@pytest.mark.all
 def test_a_gpu_may_have_fewer_experts(tmp_path: Path, device: torch.device) -> None:
     """A GPU behind a narrow link has a smaller share of the experts."""
     _check_logprobs("qwen3_moe", "dslp", Route.DSLP, 2, tmp_path, device, "5,1")
