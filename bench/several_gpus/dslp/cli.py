@@ -28,7 +28,7 @@ def dslp(
     execution: Annotated[
         ExecutionConfig,
         Choose(
-            only=("device", "dense_gib", "kv_dtype", "threads", "kernel"),
+            only=("device", "gpu_shares", "dense_gib", "kv_dtype", "threads", "kernel"),
             defaults={"device": "cuda:0,cuda:1"},
         ),
     ],

@@ -124,22 +124,24 @@ class StripedExecutable(CudaExecutable):
         """
         self.joined, self.program, self._step = self.program, program, sizes
         self._ranks = len(self.gpus)
-        self._gathered = {
+        gathered = {
             name: tensor
             for name, tensor in self.outputs.items()
             if self.joined.buffers[name].shape[0] == ALL_TOKENS
         }
         dealt = {
             name: torch.zeros(program.shape(name), dtype=value.dtype, device="cpu")
-            for name, value in self._gathered.items()
+            for name, value in gathered.items()
         }
         self.outputs = {**self.outputs, **dealt}
+        # numpy's arrays: torch would use all its threads, which wait for cores beside the workers
+        self._gathered = [(gathered[name].numpy(), dealt[name].numpy()) for name in dealt]
         return self
 
     def result(self) -> None:
         super().result()
         T = int(self._step[0])
         room = self.joined.sizes["T"]
-        at = torch.from_numpy(places(np.arange(T), T, self._ranks, room))
-        for name, rows in self._gathered.items():
-            self.outputs[name][:T] = rows[at]
+        at = places(np.arange(T), T, self._ranks, room)
+        for rows, target in self._gathered:
+            rows.take(at, axis=0, out=target[:T], mode="clip")  # "raise" would copy once more
