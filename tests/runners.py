@@ -19,6 +19,7 @@ from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
 from runtime.planning.residency import Residency
+from runtime.runner.expert_slots import ExpertSlots
 from runtime.workers.pool import WorkerPool
 
 RATES = Machine(
@@ -156,3 +157,16 @@ def cuda_runner(
     if plan.is_open:
         runner.load()
     return runner.finished()
+
+
+def wait_for_slots(runner: Any) -> None:
+    """From now on a step begins when all experts that are on their way are in their slots: it does
+    not depend on a copy's time which step reads which."""
+    update = runner.update_expert_slots
+
+    def patient(slots: ExpertSlots) -> None:
+        update(slots)
+        while slots.cache.in_flight:
+            update(slots)
+
+    runner.update_expert_slots = patient

@@ -56,10 +56,6 @@ class Link:
         """The address of the int64 flag of a submit or a wait."""
         return int(self._flags[self._row(node)].data_ptr())
 
-    def flag(self, node: Node) -> torch.Tensor:
-        """int64 [1]: the flag of a submit or a wait."""
-        return self._flags[self._row(node), :1]
-
     def set_signals(self, node: Node, signals: int) -> None:
         """Sets the number of jobs that increment the flag of a submit (default 1)."""
         self._needed[self._row(node)] = signals

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.cache_write import cache_write
-from pykernels.gpu.collectives.wait_flag import wait_flag
 from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.moe.pairs import sum_pairs, take_pairs
 from pykernels.ref.pairs import Taken
@@ -82,14 +81,4 @@ def _copy_filled() -> Op:
     return Op("copy_filled", make, run, ("to",))
 
 
-def _wait_flag() -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {"flag": torch.ones(1, dtype=torch.int64, device=device)}
-
-    def run(t: Tensors) -> None:
-        wait_flag(t["flag"], 1)
-
-    return Op("wait_flag", make, run, ("flag",))
-
-
-RANKS = tuple(make() for make in (_cache_write, _copy_filled, _take_pairs, _sum_pairs, _wait_flag))
+RANKS = tuple(make() for make in (_cache_write, _copy_filled, _take_pairs, _sum_pairs))

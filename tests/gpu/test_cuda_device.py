@@ -22,14 +22,13 @@ from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.page_store import Kind
 from runtime.planning.placement import Placement
-from runtime.runner.expert_slots import ExpertSlots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..engine.test_drafts import Known
 from ..model import tiny
 from ..model.checks import logprob_error
-from ..runners import CudaOptions, cuda_runner, ref_runner
+from ..runners import CudaOptions, cuda_runner, ref_runner, wait_for_slots
 
 BF16 = 0.06
 """A share of the norm of a token's logprobs: activations are bfloat16."""
@@ -177,14 +176,7 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
                 ),
             )
             runner.load()
-        update = runner.update_expert_slots
-
-        def patient(slots: ExpertSlots) -> None:  # so that it is known which step reads what
-            update(slots)
-            while slots.cache.in_flight:
-                update(slots)
-
-        runner.update_expert_slots = patient  # type: ignore[method-assign]
+        wait_for_slots(runner)
         with Engine(runner, threaded=False) as engine:
             [result] = engine.generate([ids], params)
         assert runner.expert_slots is not None

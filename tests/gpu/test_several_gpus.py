@@ -19,7 +19,7 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
-from ..runners import CudaOptions, cuda_runner
+from ..runners import CudaOptions, cuda_runner, wait_for_slots
 
 PROMPTS = [[5, 17, 60, 33], [7]]
 
@@ -66,6 +66,7 @@ def test_several_gpus_draw_what_one_draws(
             few = replace(options, decode_buckets=(1,))
             runner = cuda_runner(decoder, ",".join(names), pool, *sizes, options=few)
             runner.load()
+            wait_for_slots(runner)
             with Engine(runner) as engine:
                 found.append(engine.generate(PROMPTS, params))
             runner.close()

@@ -312,7 +312,7 @@ def multiply_dequant_experts(
 ) -> None:
     """See ``gemm.grouped.multiply``."""
     tiles, bound = tile_table(order, plan.cols)
-    inputs = permute_k(x, stack.kind, order if gather else None)
+    inputs = permute_k(x, stack.kind, order, gather)
     _launch(inputs, stack, out, None, bias, tiles, bound, gated, plan, spec)
 
 

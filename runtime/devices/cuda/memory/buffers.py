@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,6 @@ from ....planning.placement import CPU
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory
 from ....program.node import Node
-from ....program.ops import COPIES, OPS
 from ....program.port_kinds import port_kinds
 from ....program.weights import WeightStore
 from ...gpus import Gpus
@@ -132,11 +130,6 @@ class GpuBuffers:
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
             self.scratch[name] = view(block, (self.program.shape(name), kinds[name]), offset)
-
-    @cached_property
-    def has_copies(self) -> bool:
-        """Whether some launches only copy, in a stream beside the others."""
-        return any(OPS[node.op].stream == COPIES for node in self.program.nodes)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""

@@ -15,7 +15,6 @@ import torch
 
 from pykernels.gpu.collectives.one_shot import BLOCK, OneShotMemory
 from pykernels.gpu.collectives.one_shot import one_shot_all_reduce as all_reduce
-from pykernels.gpu.collectives.wait_flag import wait_flag
 from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_value
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
 from pykernels.gpu.copy_filled import copy_filled
@@ -148,11 +147,7 @@ def _setter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
 def _waiter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     if m.device.type != "cuda":
         return lambda: shared.wait(node)
-    value = shared.needed(node)
-    if shared.is_between_gpus(node) and m.has_copies:
-        until = partial(wait_flag, shared.flag(node), value)
-    else:
-        until = partial(wait_value, shared.address(node), value)
+    until = partial(wait_value, shared.address(node), shared.needed(node))
 
     def wait() -> None:
         if not shared.in_order:
