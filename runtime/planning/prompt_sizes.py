@@ -11,9 +11,9 @@ HOST_BUCKETS = (8, 64, 256)
 """Buckets of steps whose experts are on the CPU, which computes nothing for padding."""
 SPLIT_BUCKETS = (64, 128, 256, 512, 1024, 2048)
 """Buckets of split steps: each has another share of the experts on the GPU."""
-STREAM_BUCKETS = (512, 2048, 4096, 16384)
-"""Buckets of streamed steps: padding costs little beside what crosses, which each bucket does once
-when it is made."""
+STREAM_BUCKETS = (512, 2048, 4096, 16384, 24576, 32768, 49152)
+"""Buckets of streamed steps: up to 16,384 tokens padding costs little beside what crosses, beyond
+that it is computed for nothing. All experts cross once for each bucket when it is made."""
 
 
 @dataclass(frozen=True)

@@ -8,36 +8,54 @@ import triton.language as tl
 
 from ....shapes import SortedPairs
 
+FEW = 512
+"""Up to so many rows a program has one of them, else 16: what it reads for nothing is little."""
+
 
 @triton.jit
 def permute_k_kernel(
-    x, out, order, starts, E, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    out,
+    pairs,
+    starts,
+    E,
+    M,
+    K,
+    K_OUT,
+    TOPK,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """out[m, p] = input k(p), zeros behind K, of row m or, with an order, of the token
-    of sorted slot m. With starts nothing is written from starts[E] on.
+    """out[m, p] = input k(p), zeros behind K, of row m or, with pairs, of the token of sorted
+    slot m. With starts nothing is written from row starts[E] on.
 
     Of 64 inputs of a product, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3;
     the codes of word j are its bytes 2 e + odd. Of nibbles the second 64 have the high halves: of
-    int4 (MXFP4, Q4_K) inputs 32 further on, of Q6_K 64.
+    int4 (MXFP4, Q4_K) inputs 32 further on, of Q6_K 64. So k(p) has the bits of p, in another
+    order: x is read as it lies, and its bits are axes that change places.
     """
-    m = tl.program_id(0)
-    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    STEP: tl.constexpr = 64 if KIND == "int8" else 128
-    byte = 16 * (p // 2 % 4) + 4 * (p // 16 % 4) + 2 * (p % 2) + p // 8 % 2
-    if KIND == "int4":
-        k = p // STEP * STEP + byte // 32 * 64 + byte % 32 + p // 64 % 2 * 32
-    elif KIND == "q6_k":
-        k = p // STEP * STEP + byte + p // 64 % 2 * 64
-    else:
-        k = p // STEP * STEP + byte
-    inside = p < K_OUT
+    first = tl.program_id(0) * ROWS
+    end = M
     if starts is not None:
-        inside &= m < tl.load(starts + E)
-    row = m
-    if order is not None:
-        row = tl.load(order + m) // TOPK
-    value = tl.load(x + row.to(tl.int64) * K + k, mask=inside & (k < K), other=0.0)
-    tl.store(out + m.to(tl.int64) * K_OUT + p, value, mask=inside)
+        end = tl.load(starts + E)
+    if first < end:
+        m = first + tl.arange(0, ROWS)
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = m
+        if pairs is not None:
+            row = tl.load(pairs + m, mask=m < end, other=0) // TOPK
+        own = (m < end)[:, None]
+        at = row.to(tl.int64)[:, None] * K + k[None, :]
+        value = tl.load(x + at, mask=own & (k < K)[None, :], other=0.0)
+        value = tl.reshape(value, [ROWS, BLOCK // 128, 2, 2, 2, 2, 2, 2, 2])  # bits 6 to 0 of k
+        if KIND == "int4":
+            value = tl.permute(value, [0, 1, 3, 5, 6, 8, 2, 4, 7])
+        else:
+            value = tl.permute(value, [0, 1, 2, 5, 6, 8, 3, 4, 7])
+        value = tl.reshape(value, [ROWS, BLOCK])
+        to = m.to(tl.int64)[:, None] * K_OUT + k[None, :]
+        tl.store(out + to, value, mask=own & (k < K_OUT)[None, :])
 
 
 def permute_k(
@@ -52,20 +70,22 @@ def permute_k(
             rows of sorted slots, or there is no order.
     """
     K = x.shape[1]
-    rows = order.pairs.shape[0] if order and gather else x.shape[0]
-    out = torch.empty(rows, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
-    block = 1024
-    grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
-    permute_k_kernel[grid](
+    M = order.pairs.shape[0] if order and gather else x.shape[0]
+    out = torch.empty(M, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
+    rows, block = (1, 1024) if M <= FEW else (16, 256)
+    # Rows may be more than the other axes of a grid hold.
+    permute_k_kernel[(triton.cdiv(M, rows), triton.cdiv(out.shape[1], block))](
         x,
         out,
         order.pairs if order and gather else None,
         order and order.starts,
         order.starts.shape[0] - 1 if order else 0,
+        M,
         K,
         out.shape[1],
         order.topk if order else 1,
         KIND={"q4_k": "int4", "mxfp4": "int4", "fp8": "int8"}.get(kind, kind),
+        ROWS=rows,
         BLOCK=block,
     )
     return out
