@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -119,43 +118,3 @@ def carried(program: Program) -> tuple[str, ...]:
         for name in (*node.reads, *node.writes)
     )
     return tuple(dict.fromkeys(names))
-
-
-class Launching:
-    """One part of a step in a thread of its own, which plays a device's stream.
-
-    Args:
-        run: the part; ``link``: released if it fails, since others would wait for what comes no
-            more.
-    """
-
-    def __init__(self, run: Callable[[], None], link: Link | None) -> None:
-        self._link = link
-        self._error: BaseException | None = None
-        # Nobody else keeps ``run``: it belongs to what keeps this.
-        self._thread = threading.Thread(target=self._run, args=(run,), name="stream", daemon=True)
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has run."""
-        return not self._thread.is_alive()
-
-    def end(self) -> None:
-        """Waits until it has run.
-
-        Raises:
-            what it raised.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    @torch.inference_mode()  # of the thread that made a step's tensors, perhaps: they change in it
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except BaseException as error:
-            self._error = error
-            if self._link is not None:
-                self._link.release()

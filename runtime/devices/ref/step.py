@@ -23,7 +23,8 @@ from ...runner import active
 from ...workers.pool import TaskError, WorkerPool
 from ..collectives import Communicator
 from ..cpu.step import CpuExecutable
-from ..link import Launching, Link, carried
+from ..launching import Launching
+from ..link import Link, carried
 from .memory import RefBuffers
 from .ops import OPS
 

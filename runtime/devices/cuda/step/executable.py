@@ -25,7 +25,7 @@ from ....runner.batch import DeviceLost
 from ....workers.pool import WorkerPool
 from ....workers.worker_pool import InFlight
 from ...cpu.step import CpuExecutable
-from ...link import Launching
+from ...launching import Launching
 from ..binders import BINDERS
 from ..binders.dense import Launch
 from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
