@@ -18,6 +18,7 @@ from bench.several_gpus.crossing import sent_to_gpus
 from bench.several_gpus.disagg.client import Heard
 from bench.several_gpus.dslp.depth import Depth
 from bench.several_gpus.dslp.volume import volumes
+from bench.several_gpus.unsteady import unsteady
 from model.cli.app import app
 from model.named import make_config
 from model.random_model import random_decoder
@@ -173,3 +174,10 @@ def test_tokens_that_come_together_came_evenly() -> None:
         heard.hear(tokens, now)
     assert heard.times == [2.0, 2.5, 3.0]
     assert (heard.first_s, heard.token_s) == (1.0, 0.5)
+
+
+def test_a_median_of_rounds_that_are_far_apart_is_said_to_be_one() -> None:
+    steady = {"way": "1 GPU", "seconds_least": 0.158, "seconds_most": 0.163}
+    rows = [steady, {"way": "2 GPUs", "seconds_least": 0.09, "seconds_most": 0.201}]
+    [said] = unsteady(rows, lambda row: row["way"])
+    assert said.startswith("2 GPUs")

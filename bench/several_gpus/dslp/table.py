@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bench.harness.timing.rows import Row
 from bench.papers import osdi_text as told
 
+from ..unsteady import unsteady
 from .depth import Depth
 from .plot import figure_of
 from .prompts import EXCHANGES
@@ -45,6 +46,7 @@ def tables(results: Results) -> list[str | Table]:
     )
     found: list[str | Table] = [head.format_map(r | {"gpu": r["gpu"] or "no GPU"}), prompts(r)]
     found.append(LEGEND)
+    found += unsteady(r["rows"], lambda row: f"{row['way']}, {row['tokens']} tokens")
     found += [note] if (note := depth_of(r).said) else []
     found += [each for each in (_speed(r), _layer(r), _volumes(r)) if each is not None]
     return found

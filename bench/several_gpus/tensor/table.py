@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.harness.timing.rows import Row
 
+from ..unsteady import unsteady
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -49,7 +51,8 @@ def tables(results: Results) -> list[str | Table]:
             if i:
                 cells.append(f"{row['x_first']:.2f}" if "x_first" in row else "")
         made.add_row(*cells)
-    return [head.format_map(r), made]
+    apart = unsteady(r["rows"], lambda row: f"{row['way']}, {case_of(row)}")
+    return [head.format_map(r), made, *apart]
 
 
 def draw(results: Results, path: Path) -> None:
