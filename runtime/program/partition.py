@@ -8,6 +8,7 @@ channel, and nothing is sent twice.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -56,35 +57,51 @@ def partition(program: Program, unordered: Collection[str] = ("cpu",)) -> dict[s
     if len(devices) < 2:
         return dict.fromkeys(devices, program)
     keyed: list[tuple[_Key, Node]] = [((i, 0, 0), n) for i, n in enumerate(program.nodes)]
-    agreed = _agreed(program, unordered)
+    agreed, written = _agreed(program, unordered), _users(program.nodes, writes=True)
     for channel in _channels(program):
         alike = not {channel.source, channel.to}.intersection(unordered)
-        keyed += _ends(program, channel, agreed if alike else {})
+        reader = program.nodes[channel.reader]
+        sources = {device for name in reader.reads for device in written.get(name, ())}
+        several = len(sources - {reader.device}) > 1
+        keyed += _ends(reader, channel, several, agreed if alike else {})
     keyed.sort(key=lambda item: item[0])
     nodes = _with_spans([node for _, node in keyed], unordered)
     return {device: _part(program, device, nodes) for device in devices}
+
+
+_Users = dict[str, dict[str, list[int]]]
+
+
+def _users(nodes: Sequence[Node], reads: bool = False, writes: bool = False) -> _Users:
+    """By buffer and device, the numbers of the nodes that read it, or write it, or either."""
+    users: _Users = {}
+    for i, node in enumerate(nodes):
+        names = (*(node.reads if reads else ()), *(node.writes if writes else ()))
+        for name in dict.fromkeys(names):
+            users.setdefault(name, {}).setdefault(node.device, []).append(i)
+    return users
 
 
 def _channels(program: Program) -> list[_Channel]:
     holders: dict[str, set[str]] = {}
     writers: dict[str, tuple[int, str]] = {}
     channels: list[_Channel] = []
+    ready: dict[tuple[str, str, int], int] = {}  # by source, target and writer, its channel
+    users = _users(program.nodes, reads=True, writes=True)
     for i, node in enumerate(program.nodes):
         needed: dict[str, list[str]] = {}
         for name in dict.fromkeys(node.reads):
             if program.buffers[name].kind == "cache":
-                _refuse_shared_cache(program, name, node)
+                _refuse_shared_cache(program, name, node, users[name])
             elif name in writers and node.device not in holders[name]:
                 needed.setdefault(writers[name][1], []).append(name)
                 holders[name].add(node.device)
         for source, names in needed.items():
             writer = max(writers[name][0] for name in names)
-            number = len(channels)
-            ends = source, node.device, writer
-            for at, one in enumerate(channels):  # what is ready at the same time goes together
-                if (one.source, one.to, one.writer) == ends:
-                    channels[at] = replace(one, buffers=(*one.buffers, *names))
-                    break
+            number = ready.setdefault((source, node.device, writer), len(channels))
+            if number < len(channels):  # what is ready at the same time goes together
+                one = channels[number]
+                channels[number] = replace(one, buffers=(*one.buffers, *names))
             else:
                 channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
         for name in node.writes:
@@ -118,21 +135,21 @@ def _agreed(program: Program, unordered: Collection[str]) -> dict[str, str]:
     }
 
 
-def _refuse_shared_cache(program: Program, name: str, node: Node) -> None:
-    for other in program.nodes:
-        if other.device != node.device and name in (*other.reads, *other.writes):
+def _refuse_shared_cache(
+    program: Program, name: str, node: Node, users: Mapping[str, Sequence[int]]
+) -> None:
+    for device, numbers in users.items():
+        if device != node.device:
             raise PykernelsError(
-                f"{name!r} of {program.name!r} is kept on {node.device}; {other.name} on"
-                f" {other.device} uses it too",
+                f"{name!r} of {program.name!r} is kept on {node.device};"
+                f" {program.nodes[numbers[0]].name} on {device} uses it too",
                 "Keep the nodes of one cache on one device",
             )
 
 
 def _ends(
-    program: Program, channel: _Channel, agreed: Mapping[str, str]
+    reader: Node, channel: _Channel, several: bool, agreed: Mapping[str, str]
 ) -> list[tuple[_Key, Node]]:
-    reader = program.nodes[channel.reader]
-    several = sum(1 for other in _channels_of(program, reader) if other != channel.source) > 0
     suffix = f".{channel.source}" if several else ""
     values = MappingProxyType(repeated("value", channel.buffers))
     marks: dict[str, Any] = {"layer": reader.layer, "role": reader.role}
@@ -161,15 +178,6 @@ def _ends(
     ]
 
 
-def _channels_of(program: Program, reader: Node) -> set[str]:
-    """The devices on which what a node reads is written."""
-    return {
-        node.device
-        for node in program.nodes
-        if node.device != reader.device and set(node.writes) & set(reader.reads)
-    }
-
-
 def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]:
     """The nodes with ``until`` and ``since``: when a peer may touch what goes over a channel."""
     ends = {
@@ -189,25 +197,28 @@ def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]
         for i, direct in zip(device_nodes, order.direct, strict=True):
             waits[i] += [device_nodes[j] for j in direct]
     before = ordered(waits).before
+    reads, writes = _users(nodes, reads=True), _users(nodes, writes=True)
+    of_device = {device: sum(1 << i for i in numbers) for device, numbers in local.items()}
     spans = list(nodes)
     for (op, channel), i in ends.items():
         node = nodes[i]
         device_nodes = local[node.device]
         if op == "wait":
             # The peer writes there before it submits; with other things, perhaps long before.
-            begun = before[ends["submit", channel]]
-            for j in local[nodes[ends["submit", channel]].device]:
-                if set(nodes[j].writes) & set(node.writes):
+            submit = ends["submit", channel]
+            begun = before[submit] & of_device[node.device]
+            for name in node.writes:
+                for j in writes[name].get(nodes[submit].device, ()):
                     begun &= before[j]
-            last = max((j for j in device_nodes if begun >> j & 1), default=None)
-            span = {"since": "" if last is None else nodes[last].name}
+            span = {"since": nodes[begun.bit_length() - 1].name if begun else ""}
         else:
             peer = ends["wait", channel]
             readers = 1 << peer
-            for j in local[nodes[peer].device]:
-                if j > peer and set(nodes[j].reads) & set(node.reads):
-                    readers |= 1 << j
-            free = next((j for j in device_nodes if j > i and not readers & ~before[j]), None)
+            for name in node.reads:
+                for j in reads[name].get(nodes[peer].device, ()):
+                    readers |= 1 << j if j > peer else 0
+            later = device_nodes[bisect(device_nodes, i) :]
+            free = next((j for j in later if not readers & ~before[j]), None)
             span = {"until": "" if free is None else nodes[free].name}
         spans[i] = replace(node, attrs=MappingProxyType({**node.attrs, **span}))
     return spans
