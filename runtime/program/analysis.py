@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pykernels.errors import PykernelsError
 
 from .node import Node
@@ -216,24 +219,30 @@ def plan_memory(
     lives = liveness(program)
     sizes = buffer_bytes(program) if sizes is None else sizes
     padded = {name: -(-n // ALIGN) * ALIGN for name, n in sizes.items() if name in lives}
-    placed: list[tuple[int, int, Life, int]] = []  # offset, end, life, what is before it
-    offsets: dict[str, int] = {}
-    for name in sorted(padded, key=lambda name: (-padded[name], lives[name].start)):
-        life, size = lives[name], padded[name]
-        before = _complete_at_start(life, order)
-        busy = sorted(
-            (other_offset, other_end)
-            for other_offset, other_end, other, other_before in placed
-            if not (_is_over(other, before) or _is_over(life, other_before))
-        )
+    names = sorted(padded, key=lambda name: (-padded[name], lives[name].start))
+    users = _bits([lives[name].users for name in names], len(program.nodes))
+    rest = ~_bits([_complete_at_start(lives[name], order) for name in names], len(program.nodes))
+    ends = np.array([lives[name].ends for name in names], np.bool_)
+    places = np.zeros((len(names), 2), np.int64)  # offset and end
+    for i, name in enumerate(names):
+        # Of those that have a place: over before it starts, or to start when it is over.
+        before = ends[:i] & ~(users[:i] & rest[i]).any(1)
+        behind = ends[i] & ~(users[i] & rest[:i]).any(1)
         offset = 0
-        for first, end in busy:
-            if offset + size <= first:
+        for first, end in sorted(places[:i][~(before | behind)].tolist()):
+            if offset + padded[name] <= first:
                 break
             offset = max(offset, end)
-        offsets[name] = offset
-        placed.append((offset, offset + size, life, before))
-    return MemoryPlan(offsets, max((end for _, end, *_ in placed), default=0))
+        places[i] = offset, offset + padded[name]
+    offsets = dict(zip(names, places[:, 0].tolist(), strict=True))
+    return MemoryPlan(offsets, int(places[:, 1].max(initial=0)))
+
+
+def _bits(sets: Sequence[int], nodes: int) -> NDArray[np.uint64]:
+    """[sets, words]: sets of nodes, a bit for each."""
+    words = -(-nodes // 64)
+    data = b"".join(each.to_bytes(8 * words, "little") for each in sets)
+    return np.frombuffer(data, "<u8").reshape(len(sets), words)
 
 
 def _complete_at_start(life: Life, order: Order) -> int:
@@ -242,10 +251,6 @@ def _complete_at_start(life: Life, order: Order) -> int:
         return 0
     before = order.before[life.start]
     return before | 1 << life.start if life.by_peer else before
-
-
-def _is_over(life: Life, before: int) -> bool:
-    return life.ends and not life.users & ~before
 
 
 def critical_path(
