@@ -154,7 +154,7 @@ def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | N
     node = layer.experts
     ids = replace(program.buffers[node.inputs["ids"]], kind="scratch")  # of its parts
     whole = _experts(program, layer)
-    router = next(other for other in program.nodes if ids.name in other.writes)
+    router = program.writers[ids.name]
     slots = f"{node.name}.slots"
     gpu_ids, cpu_ids = f"{ids.name}.cached", f"{ids.name}.without_cached"
     total = f"{layer.sum}.cached"

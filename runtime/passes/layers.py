@@ -123,7 +123,7 @@ def split(
         number = str(int(number or 1) + 1)
     name = f"{name}{number}"
     read = node.inputs["ids"]
-    writer = next(other for other in program.nodes if read in other.writes)
+    writer = program.writers[read]
     place = writer if writer.op == "place_routing" else None
     whole_ids = read if place is None else place.inputs["ids"]
     ids = replace(program.buffers[whole_ids], kind="scratch")  # of its parts
@@ -131,7 +131,7 @@ def split(
     if role is not None:
         outputs["last_ids"] = f"{ids.name}.{name}"
     buffers = {label: replace(ids, name=label) for label in outputs.values()}
-    router = next(other for other in program.nodes if ids.name in other.writes)
+    router = program.writers[ids.name]
     marks = {} if whole is None else {"whole": whole}
     routing = Node(
         "split_routing",

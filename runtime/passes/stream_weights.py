@@ -135,8 +135,7 @@ def _stored(spec: WeightSpec) -> tuple[WeightSpec, int]:
 
 
 def _router(program: Program, node: Node) -> Node:
-    ids = node.inputs["ids"]
-    return next(other for other in program.nodes if ids in other.writes)
+    return program.writers[node.inputs["ids"]]
 
 
 @dataclass(frozen=True)

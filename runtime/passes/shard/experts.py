@@ -91,7 +91,7 @@ def local(
     buffers |= {name: replace(like, name=name) for name in (local_ids, remote_ids)}
     buffers[table] = Buffer(table, (whole.shape[0],), torch.int32, "cache")
     buffers[part] = replace(program.buffers[out], name=part)
-    router = next(other for other in program.nodes if ids in other.writes)
+    router = program.writers[ids]
     place = Node(
         "place_routing",
         {"ids": ids, "slots": table},
