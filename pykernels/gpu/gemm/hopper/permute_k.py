@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ....shapes import SortedPairs
 
-FEW = 512
+_FEW = 512
 """Up to so many rows a program has one of them, else 16: what it reads for nothing is little."""
 
 
@@ -32,8 +32,9 @@ def permute_k_kernel(
 
     Of 64 inputs of a product, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3;
     the codes of word j are its bytes 2 e + odd. Of nibbles the second 64 have the high halves: of
-    int4 (MXFP4, Q4_K) inputs 32 further on, of Q6_K 64. So k(p) has the bits of p, in another
-    order: x is read as it lies, and its bits are axes that change places.
+    int4 (MXFP4, Q4_K) inputs 32 further on, of Q6_K 64. So p has the bits of k in another order,
+    from the highest 5 3 2 0 6 4 1 for int4 and 6 3 2 0 5 4 1 else: x is read as it lies, and bits
+    are axes that change places.
     """
     first = tl.program_id(0) * ROWS
     end = M
@@ -72,7 +73,7 @@ def permute_k(
     K = x.shape[1]
     M = order.pairs.shape[0] if order and gather else x.shape[0]
     out = torch.empty(M, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
-    rows, block = (1, 1024) if M <= FEW else (16, 256)
+    rows, block = (1, 1024) if M <= _FEW else (16, 256)
     # Rows may be more than the other axes of a grid hold.
     permute_k_kernel[(triton.cdiv(M, rows), triton.cdiv(out.shape[1], block))](
         x,
