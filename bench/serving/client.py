@@ -200,7 +200,11 @@ class Server:
 
 
 async def _read(answer: httpx2.Response, outcome: Outcome, cancel_after: int | None) -> None:
-    """The events of a stream; after `cancel_after` pieces of text the rest is left unread."""
+    """The events of a stream.
+
+    After `cancel_after` pieces of text, at the latest after the last one, the rest is left unread:
+    an answer has fewer pieces than tokens where a character takes several of them.
+    """
     finished = False
     async for line in answer.aiter_lines():
         if not line.startswith("data:"):
@@ -221,10 +225,12 @@ async def _read(answer: httpx2.Response, outcome: Outcome, cancel_after: int | N
             outcome.error = _message(data.encode(), "it does not say why")
             return
         _count(event.get("usage"), outcome)
+        last = False
         for choice in event.get("choices", ()):
             if choice.get("text"):
                 outcome.pieces.append(now)
-        if cancel_after is not None and len(outcome.pieces) >= cancel_after:
+            last |= choice.get("finish_reason") is not None
+        if cancel_after is not None and (last or len(outcome.pieces) >= cancel_after):
             outcome.cancelled = True
             return
     if not finished:

@@ -77,7 +77,8 @@ class Request:
     Attributes:
         at: seconds after the start at which it arrives; 0 where the rate is infinite.
         prompt: token ids, or a text.
-        cancel_after: its client goes away after so many pieces of the answer; None: it stays.
+        cancel_after: its client goes away after so many pieces of the answer, at the latest after
+            its last one; None: it stays.
     """
 
     at: float

@@ -29,6 +29,13 @@ def test_every_answer_has_the_tokens_that_were_asked_for(served: Running) -> Non
     assert served.idle()
 
 
+def test_clients_go_away_from_answers_of_few_pieces(scripted: Script) -> None:
+    """An emoji is four tokens of bytes and one piece of text."""
+    server = scripted(["warm", *["\U0001f600" * 2] * 6])
+    assert bench(server, "--cancel", "1", "--seed", "0")["cancelled"] == 6
+    assert server.idle()
+
+
 def test_a_full_server_refuses(scripted: Script) -> None:
     server = scripted(["warm", *["0123456789" * 30] * 6], max_num_seqs=1, max_waiting=0)
     row = bench(server, "--rate", "1e5", "--tokens", "300")
