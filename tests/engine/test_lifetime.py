@@ -7,6 +7,8 @@ import time
 import weakref
 from pathlib import Path
 
+import pytest
+
 from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
 
 from .fake_runner import FakeRunner, expected
@@ -21,21 +23,35 @@ class Slow(FakeRunner):
         return super().step(batch)
 
 
-NAMES = "engine", "kv blocks"
+class Ends:
+    """Tells whether engines have ended that were made after this.
+
+    Engines of other tests' servers may run beside them.
+    """
+
+    NAMES = "engine", "kv blocks"
+
+    def __init__(self) -> None:
+        self._others = set(threading.enumerate())
+
+    def __call__(self, *held: weakref.ref[object]) -> bool:
+        """Whether all of it is freed within a moment, and the engines' threads end."""
+        limit = time.monotonic() + 5
+        while time.monotonic() < limit:
+            threads = set(threading.enumerate()) - self._others
+            running = any(thread.name in self.NAMES for thread in threads)
+            if not running and all(each() is None for each in held):
+                return True
+            time.sleep(0.001)
+        return False
 
 
-def ends(*held: weakref.ref[object]) -> bool:
-    """Whether all of it is freed within a moment, and the engine's threads end."""
-    limit = time.monotonic() + 5
-    while time.monotonic() < limit:
-        running = any(thread.name in NAMES for thread in threading.enumerate())
-        if not running and all(each() is None for each in held):
-            return True
-        time.sleep(0.001)
-    return False
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
 
 
-def test_an_engine_that_nobody_has_is_freed() -> None:
+def test_an_engine_that_nobody_has_is_freed(ends: Ends) -> None:
     """One that is idle, beside a handle that has its result; and one that works for nobody."""
     runner = Slow()
     engine = Engine(runner)
@@ -53,7 +69,7 @@ def test_an_engine_that_nobody_has_is_freed() -> None:
     assert ends(*held)
 
 
-def test_who_waits_for_an_engine_keeps_it() -> None:
+def test_who_waits_for_an_engine_keeps_it(ends: Ends) -> None:
     runner = Slow()
     held = weakref.ref(runner)
     handle = Engine(runner).submit([1], SamplingParams(seed=1, max_tokens=30))
@@ -65,7 +81,7 @@ def test_who_waits_for_an_engine_keeps_it() -> None:
     assert ends(held)
 
 
-def test_an_engine_with_a_disk_is_freed(tmp_path: Path) -> None:
+def test_an_engine_with_a_disk_is_freed(ends: Ends, tmp_path: Path) -> None:
     runner = Slow()
     held = (weakref.ref(runner),)
     engine = engine_on(tmp_path, runner, threaded=True)
